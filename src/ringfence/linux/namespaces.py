@@ -1,0 +1,126 @@
+"""Namespaces: fork into them, leave into them, map their ids.
+
+The order in which a sandbox gets its namespaces is a security rule, not a detail: the user namespace comes
+last, so that it owns none of the others and a uid 0 inside can neither mount, nor raise interfaces, nor
+write sysctls (user_namespaces(7), "ownership"). This file only offers the calls; guest/confine.py keeps the
+order. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+
+from ringfence.linux.syscalls import NUMBER, call_holding_lock, check, libc, libc_with_lock
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_PIDFD = 0x00001000
+CLONE_CHILD_CLEARTID = 0x00200000
+CLONE_CHILD_SETTID = 0x01000000
+
+_PR_GET_TID_ADDRESS = 40
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 0x1
+
+
+class _CloneArguments(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            "flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack", "stack_size", "tls",
+            "set_tid", "set_tid_size", "cgroup",
+        )
+    ]  # fmt: skip
+
+
+_before_fork = libc_with_lock.PyOS_BeforeFork
+_after_fork_parent = libc_with_lock.PyOS_AfterFork_Parent
+_after_fork_child = libc_with_lock.PyOS_AfterFork_Child
+for _hook in (_before_fork, _after_fork_parent, _after_fork_child):
+    _hook.restype = None
+    _hook.argtypes = []
+
+_thread_id_address = ctypes.c_void_p(0)
+# Where glibc caches the thread id: the kernel writes the child's there, as glibc's own fork() arranges.
+libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(_thread_id_address), 0, 0, 0)
+
+
+def fork_into(flags: int) -> tuple[int, int]:
+    """Fork into new namespaces. Returns (pid, pidfd) in the parent and (0, -1) in the child.
+
+    Preconditions: the calling process has one thread. `flags` are CLONE_NEW* bits (clone(2)).
+    Raises OSError where the kernel refuses, EPERM above all where user namespaces are switched off.
+    """
+    arguments = _CloneArguments()
+    pidfd = ctypes.c_int(-1)
+    arguments.exit_signal = signal.SIGCHLD
+    arguments.flags = flags | CLONE_PIDFD
+    arguments.pidfd = ctypes.addressof(pidfd)
+    if _thread_id_address.value:
+        arguments.flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
+        arguments.child_tid = _thread_id_address.value
+    _before_fork()
+    result = call_holding_lock(NUMBER["clone3"], ctypes.byref(arguments), ctypes.sizeof(arguments))
+    if result == 0:
+        _after_fork_child()
+        return 0, -1
+    error = ctypes.get_errno()
+    _after_fork_parent()
+    if result < 0:
+        raise OSError(error, os.strerror(error), f"clone3({flags:#x})")
+    return result, pidfd.value
+
+
+def unshare(flags: int) -> None:
+    """unshare(2)."""
+    check(libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def enter(descriptor: int, kind: int) -> None:
+    """setns(2): join the namespace behind `descriptor`, which must be of `kind` (a CLONE_NEW* bit)."""
+    check(libc.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)), f"setns({kind:#x})")
+
+
+def write_id_maps(
+    process_directory: str, uids: list[tuple[int, int, int]], gids: list[tuple[int, int, int]], *, keep_groups: bool
+) -> None:
+    """Write uid_map and gid_map of the process behind `process_directory` (a /proc/PID path).
+
+    Each entry is (inside, outside, count), outside as seen by the writer. Without `keep_groups` setgroups(2)
+    is switched off for ever in that namespace, which the kernel demands of an unprivileged writer
+    (user_namespaces(7)).
+    """
+    if not keep_groups:
+        _write(process_directory + "/setgroups", "deny")
+    _write(process_directory + "/uid_map", "".join(f"{a} {b} {c}\n" for a, b, c in uids))
+    _write(process_directory + "/gid_map", "".join(f"{a} {b} {c}\n" for a, b, c in gids))
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def raise_loopback() -> None:
+    """Bring `lo` up in the current network namespace, which gives it 127.0.0.1 and ::1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
+
+
+def set_host_name(name: str) -> None:
+    """sethostname(2) in the current UTS namespace."""
+    raw = name.encode()
+    check(libc.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
