@@ -7,6 +7,7 @@ against silent loss: totals go on counting, and a read of what is gone is an err
 from __future__ import annotations
 
 import codecs
+import threading
 from collections import deque
 
 from ringfence.errors import InvalidArgumentError, OutputGoneError
@@ -22,21 +23,26 @@ TextDecoder = codecs.getincrementaldecoder("utf-8")
 
 
 class OutputRing:
-    """The newest `limit` bytes of one stream. Not locked: one writer; readers see a consistent snapshot of it.
+    """The newest `limit` bytes of one stream; one thread may write while others read.
 
     `total` counts every byte ever written; `oldest` is the absolute offset of the first byte still kept.
     """
 
-    __slots__ = ("_chunks", "_held", "limit", "total")
+    __slots__ = ("_chunks", "_held", "_lock", "limit", "total")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.total = 0
         self._held = 0
         self._chunks: deque[bytearray] = deque()
+        self._lock = threading.Lock()
 
     def write(self, data: bytes | memoryview) -> None:
         """Take `data` (copied), dropping the oldest bytes beyond the limit."""
+        with self._lock:
+            self._write(data)
+
+    def _write(self, data: bytes | memoryview) -> None:
         size = len(data)
         self.total += size
         limit = self.limit
@@ -76,11 +82,16 @@ class OutputRing:
 
     def bytes(self) -> bytes:
         """Everything kept."""
-        return b"".join(self._chunks)
+        return self._snapshot()[1]
+
+    def _snapshot(self) -> tuple[int, bytes]:
+        with self._lock:
+            return self.total, b"".join(self._chunks)
 
     def text(self) -> str:
         """Everything kept, as text; see `decode_kept`."""
-        return decode_kept(self.bytes(), self.truncated)
+        total, kept = self._snapshot()
+        return decode_kept(kept, total > len(kept))
 
     def read(self, offset: int = 0, size: int | None = None) -> bytes:
         """Bytes from absolute `offset`, at most `size` of them; empty when nothing newer was written.
@@ -88,20 +99,21 @@ class OutputRing:
         Raises OutputGoneError when `offset` lies before what is kept, InvalidArgumentError when it lies
         beyond what was written.
         """
-        if offset < 0 or offset > self.total:
+        total, kept = self._snapshot()
+        if offset < 0 or offset > total:
             raise InvalidArgumentError(
-                f"offset {offset} is outside of the {self.total} bytes written so far",
+                f"offset {offset} is outside of the {total} bytes written so far",
                 hint="offsets are absolute and count from 0",
             )
-        oldest = self.oldest
+        oldest = total - len(kept)
         if offset < oldest:
             raise OutputGoneError(
                 f"output before byte {oldest} is gone: only the newest {self.limit} bytes are kept",
                 hint="read from error.oldest, raise limits.output, or pass on_stdout",
                 oldest=oldest,
             )
-        kept = self.bytes()[offset - oldest :]
-        return kept if size is None else kept[:size]
+        start = offset - oldest
+        return kept[start:] if size is None else kept[start : start + size]
 
 
 def decode_kept(kept: bytes, cut: bool) -> str:

@@ -14,9 +14,10 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
+from ringfence.errors import GuestError
 from ringfence.stream.output import decode_kept
 
 __all__ = [
@@ -350,7 +351,9 @@ class ResultParser:
                 self._head.clear()
                 self._skipping = self._missing > self._budget
                 if self._skipping:
-                    self._drop(f"{self._missing} bytes do not fit into limits.result ({self.limit} bytes in all)")
+                    self._drop(
+                        f"{self._missing} bytes do not fit into limits.result ({self.limit} bytes in all)"
+                    )
                 else:
                     self._budget -= self._missing
             take = min(self._missing, end - position)
@@ -374,10 +377,7 @@ class ResultParser:
 
     def _parse(self) -> dict[str, Any] | None:
         body = self._body
-        if (
-            body.count(b"[") + body.count(b"{") > _MAXIMUM_CONTAINERS
-            or body.count(b'"') > _MAXIMUM_QUOTES
-        ):
+        if body.count(b"[") + body.count(b"{") > _MAXIMUM_CONTAINERS or body.count(b'"') > _MAXIMUM_QUOTES:
             self._drop("it holds too many values")
             return None
         try:
@@ -498,6 +498,9 @@ class ProcessInfo:
         return self.argv[1:]
 
 
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
 class FileType(str, enum.Enum):
     """What a directory entry is."""
 
@@ -538,7 +541,7 @@ class EntryInfo:
     gid: int = 0
     owner: str = ""
     group: str = ""
-    modified_time: datetime = datetime.fromtimestamp(0, timezone.utc)
+    modified_time: datetime = _EPOCH
     symlink_target: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -559,24 +562,24 @@ class EntryInfo:
 
     @classmethod
     def from_guest(cls, entry: object) -> EntryInfo:
-        """Build from the guest's word. Raises ValueError where a field has the wrong type."""
+        """Build from the guest's word. Raises GuestError where a field has the wrong type."""
         if not isinstance(entry, dict):
-            raise ValueError("an entry must be an object")
+            raise GuestError("an entry must be an object", code="malformed")
         seconds = _number(entry, "modified")
         try:
-            modified = datetime.fromtimestamp(seconds, timezone.utc)
+            modified = datetime.fromtimestamp(seconds, UTC)
         except (ValueError, OverflowError, OSError):
-            modified = datetime.fromtimestamp(0, timezone.utc)
+            modified = _EPOCH
         target = entry.get("target")
         if target is not None and not isinstance(target, str):
-            raise ValueError("target must be text")
+            raise GuestError("target must be text", code="malformed")
         metadata = entry.get("metadata") or {}
         if not isinstance(metadata, dict):
-            raise ValueError("metadata must be an object")
+            raise GuestError("metadata must be an object", code="malformed")
         return cls(
             name=_text(entry, "name"),
             path=_text(entry, "path"),
-            type=FileType(entry.get("type")),
+            type=_kind(entry),
             size=_integer(entry, "size"),
             mode=_integer(entry, "mode") & 0o7777,
             uid=_integer(entry, "uid"),
@@ -589,24 +592,31 @@ class EntryInfo:
         )
 
 
+def _kind(entry: dict[str, Any]) -> FileType:
+    try:
+        return FileType(entry.get("type"))
+    except ValueError:
+        raise GuestError("type must be the name of a file type", code="malformed") from None
+
+
 def _text(entry: dict[str, Any], name: str) -> str:
     value = entry.get(name, "")
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be text")
+        raise GuestError(f"{name} must be text", code="malformed")
     return value
 
 
 def _integer(entry: dict[str, Any], name: str) -> int:
     value = entry.get(name, 0)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{name} must be a number from 0")
+        raise GuestError(f"{name} must be a number from 0", code="malformed")
     return value
 
 
 def _number(entry: dict[str, Any], name: str) -> float:
     value = entry.get(name, 0)
     if type(value) not in (int, float):
-        raise ValueError(f"{name} must be a number")
+        raise GuestError(f"{name} must be a number", code="malformed")
     return float(value) if abs(value) < 1e15 else 0.0
 
 
