@@ -1,0 +1,146 @@
+"""The closed grammar of what a node may ask of its launcher.
+
+The launcher does privileged work for whoever holds the other end of its socket, so every field of every
+request is checked against a type and a bound here, and unknown verbs or fields are refused: nothing is
+passed on to the kernel that this page does not name. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Callable
+
+MAXIMUM_REQUEST = 192 << 10  # bytes of one request
+
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+_HOST = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\Z")
+_ENVIRONMENT_NAME = re.compile(r"[^=\0]{1,256}\Z")
+
+
+class GrammarError(ValueError):
+    """A request that the grammar does not know."""
+
+
+def _number(low: float, high: float) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise GrammarError(f"a number between {low} and {high} was expected, not {value!r}")
+        return value
+
+    return check
+
+
+def _integer(low: int, high: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise GrammarError(f"an integer between {low} and {high} was expected, not {value!r}")
+        return value
+
+    return check
+
+
+def _text(pattern: re.Pattern[str]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or not pattern.match(value):
+            raise GrammarError(f"{value!r} does not match {pattern.pattern}")
+        return value
+
+    return check
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value or len(value) > 4096:
+        raise GrammarError(f"an absolute path was expected, not {value!r}")
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise GrammarError(f"true or false was expected, not {value!r}")
+    return value
+
+
+def _environment(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > 1000:
+        raise GrammarError("an environment of at most 1000 names was expected")
+    for name, text in value.items():
+        if not isinstance(text, str) or "\0" in text or not _ENVIRONMENT_NAME.match(name):
+            raise GrammarError(f"the environment variable {name!r} is not valid")
+    return value
+
+
+def _modules(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) > 100:
+        raise GrammarError("a list of at most 100 modules was expected")
+    return [_text(_MODULE)(name) for name in value]
+
+
+def _sources(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or set(value) - {"python", "env", "ringfence"}:
+        raise GrammarError(f"sources may be python, env and ringfence, not {sorted(value)!r}")
+    return {name: _path(path) for name, path in value.items()}
+
+
+_TIB = 1 << 40
+_LIMITS: dict[str, Callable[[Any], Any]] = {
+    "memory": _integer(16 << 20, _TIB),
+    "cpus": _number(0.01, 4096),
+    "pids": _integer(4, 1 << 22),
+    "disk": _integer(1 << 20, _TIB),
+    "tmp": _integer(1 << 16, _TIB),
+    "file_size": _integer(1 << 12, _TIB),
+    "open_files": _integer(32, 1 << 20),
+    "max_age": _number(0.1, 10 * 365 * 86400),
+    "required": lambda value: _text(re.compile(r"(any|hard)\Z"))(value),
+}
+
+
+def _limits(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != set(_LIMITS):
+        raise GrammarError(f"limits must name exactly {sorted(_LIMITS)}")
+    return {name: _LIMITS[name](item) for name, item in value.items()}
+
+
+_VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment},
+    "template": {
+        "name": _text(_ID), "sources": _sources, "python": _path, "library": lambda v: v and _path(v),
+        "modules": _modules, "isolated": _boolean,
+    },
+    "create": {
+        "id": _text(_ID), "template": _text(_ID), "limits": _limits, "environment": _environment,
+        "cwd": _path, "host_name": _text(_HOST), "prefork": _boolean,
+    },
+    "kill": {"id": _text(_ID), "reason": _text(_ID)},
+    "freeze": {"id": _text(_ID)},
+    "thaw": {"id": _text(_ID)},
+    "stats": {"id": _text(_ID)},
+    "inspect": {"id": _text(_ID)},
+    "probe": {},
+    "close": {},
+}  # fmt: skip
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """Parse one request. Raises GrammarError for anything the grammar does not name."""
+    if len(raw) > MAXIMUM_REQUEST:
+        raise GrammarError("the request is too large")
+    try:
+        message = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise GrammarError("an object was expected")
+    verb = message.get("do")
+    fields = _VERBS.get(verb) if isinstance(verb, str) else None
+    if fields is None:
+        raise GrammarError(f"unknown request {verb!r}")
+    if set(message) != set(fields) | {"do", "number"}:
+        raise GrammarError(f"{verb} takes exactly {sorted(fields)}, not {sorted(set(message) - {'do', 'number'})}")
+    checked = {name: check(message[name]) for name, check in fields.items()}
+    checked["do"], checked["number"] = verb, _integer(0, 1 << 53)(message["number"])
+    return checked

@@ -1,0 +1,217 @@
+"""The template root: the file system that every sandbox of one template starts from.
+
+It is an allow-list built on an empty tmpfs, never the host's root with holes: `/usr` read-only, a synthetic
+`/etc`, a minimal `/dev`, and the interpreter, the package environment and the guest library at neutral paths
+below `/opt`. Nothing of anyone's home is in it. The three trees below `/opt` are overlays of two read-only
+lowers named by relative paths, for two reasons: sockets and FIFOs of the host are dead in them, and
+`/proc/self/mountinfo` does not show the host path they come from (a bind mount shows it in its fourth field).
+
+Runs in a child of the launcher, before the zygote is executed. Standard library and ringfence.linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ringfence.linux import mounts
+
+GUARDED = mounts.READ_ONLY | mounts.NO_SET_ID | mounts.NO_DEVICES
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+# Copied by value into the synthetic /etc where the host has them: look-up tables that programs below /usr
+# need and that name no user and no secret.
+_COPIED = (
+    "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "services",
+    "protocols", "os-release", "debian_version", "fonts", "magic", "terminfo", "inputrc", "java-17-openjdk",
+    "java-21-openjdk", "ssl/openssl.cnf", "ssl/certs/ca-certificates.crt", "gai.conf", "ethertypes", "rpc",
+    "networks", "login.defs", "skel", "R", "ca-certificates.conf", "python3", "python3.11",
+)  # fmt: skip
+_COPY_LIMIT = 4 << 20  # bytes of one copied file; anything larger is no look-up table
+
+USER_ID, AGENT_ID, NOBODY_ID = 1000, 65533, 65534
+FIRST_JOB_GROUP, JOB_GROUPS = 70000, 120
+
+
+class TemplateRoot:
+    """Builds the tree in two steps: trees that need the host's view first, the skeleton afterwards."""
+
+    def __init__(self, sources: dict[str, str]):
+        self.sources = sources  # name below /opt -> host directory
+        self.trees: dict[str, int] = {}
+
+    def open_sources(self) -> None:
+        """Open every host tree by descriptor (as root: before the outer user namespace is entered)."""
+        empty = mounts.new_filesystem("tmpfs", size="4k", mode="555")
+        self.trees["usr"] = self._host_tree("/usr")
+        for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin"):
+            if os.path.isdir("/" + name) and not os.path.islink("/" + name):
+                self.trees[name] = self._host_tree("/" + name)
+        for name in DEVICES:
+            self.trees["dev/" + name] = mounts.clone_tree("/dev/" + name, recursive=False)
+        for name, source in self.sources.items():
+            self.trees["opt/" + name] = self._quiet_tree(source, empty)
+        os.close(empty)
+
+    @staticmethod
+    def _host_tree(path: str) -> int:
+        tree = mounts.clone_tree(path)
+        mounts.set_attributes(tree, add=GUARDED)
+        return tree
+
+    @staticmethod
+    def _quiet_tree(source: str, empty: int) -> int:
+        previous = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        directory = os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fchdir(directory)
+            return mounts.new_filesystem("overlay", GUARDED, lowerdir=f".:/proc/self/fd/{empty}")
+        finally:
+            os.fchdir(previous)
+            os.close(previous)
+            os.close(directory)
+
+    def build(self, host_name: str) -> str:
+        """Build the skeleton and attach everything; returns the path where the new root is mounted.
+
+        Preconditions: a private mount namespace owned by the caller's user namespace.
+        """
+        place = next(path for path in ("/mnt", "/media", "/tmp", "/run") if os.path.isdir(path))
+        etc = _host_etc()
+        mounts.attach(mounts.new_filesystem("tmpfs", mounts.NO_SET_ID | mounts.NO_DEVICES, size="16m", mode="755"), place)
+        os.umask(0)
+        for name in ("usr", "opt", "etc", "proc", "dev", "home", "mnt", "srv", "var", "run", "root", "workspace"):
+            os.mkdir(f"{place}/{name}", 0o755)
+        os.mkdir(f"{place}/tmp", 0o1777)
+        for name in ("var/log", "var/lib", "var/cache", "home/user"):
+            os.mkdir(f"{place}/{name}", 0o755)
+        os.mkdir(f"{place}/var/tmp", 0o1777)
+        os.symlink("/run", f"{place}/var/run")
+        for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin"):
+            if os.path.islink("/" + name):
+                os.symlink(os.readlink("/" + name), f"{place}/{name}")
+            elif name in self.trees:
+                os.mkdir(f"{place}/{name}", 0o755)
+        self._write_etc(f"{place}/etc", etc, host_name)
+        self._attach("usr", place)
+        for name in list(self.trees):
+            if "/" not in name:
+                self._attach(name, place)
+        self._build_opt(f"{place}/opt")
+        self._build_dev(f"{place}/dev")
+        return place
+
+    def _attach(self, name: str, place: str) -> None:
+        descriptor = self.trees.pop(name, None)
+        if descriptor is not None:
+            mounts.attach(descriptor, f"{place}/{name}")
+
+    def _build_opt(self, opt: str) -> None:
+        mounts.attach(mounts.new_filesystem("tmpfs", mounts.NO_SET_ID | mounts.NO_DEVICES, size="64k", mode="755"), opt)
+        for name in [key[4:] for key in self.trees if key.startswith("opt/")]:
+            os.mkdir(f"{opt}/{name}", 0o755)
+            mounts.attach(self.trees.pop("opt/" + name), f"{opt}/{name}")
+        _seal(opt)
+
+    def _build_dev(self, dev: str) -> None:
+        attributes = mounts.NO_SET_ID | mounts.NO_EXECUTION
+        mounts.attach(mounts.new_filesystem("tmpfs", attributes, size="64k", mode="755"), dev)
+        for name in DEVICES:
+            os.close(os.open(f"{dev}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            mounts.attach(self.trees.pop("dev/" + name), f"{dev}/{name}")
+        for name in ("shm", "pts"):
+            os.mkdir(f"{dev}/{name}", 0o755)
+        for name, target in (
+            ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
+            ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx"),
+        ):  # fmt: skip
+            os.symlink(target, f"{dev}/{name}")
+        _seal(dev)
+
+    @staticmethod
+    def _write_etc(etc: str, copied: dict[str, bytes | str | None], host_name: str) -> None:
+        jobs = "".join(
+            f"job{number}:x:{FIRST_JOB_GROUP + number}:\n" for number in range(JOB_GROUPS)
+        )
+        written = {
+            "passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
+            "ringfence:x:65533:65533:ringfence agent:/nonexistent:/usr/sbin/nologin\n"
+            "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+            "group": "root:x:0:\nuser:x:1000:\nringfence:x:65533:\nnogroup:x:65534:\n" + jobs,
+            "hosts": f"127.0.0.1 localhost {host_name}\n::1 localhost ip6-localhost ip6-loopback\n",
+            "hostname": host_name + "\n",
+            "resolv.conf": "# no resolver: this sandbox has no network\noptions timeout:1 attempts:1\n",
+            "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\n"
+            "protocols: files\nnetworks: files\n",
+            "shells": "/bin/sh\n/bin/bash\n",
+            "profile": 'export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}"\nexport PS1="\\u@\\h:\\w\\$ "\n',
+            "bash.bashrc": 'PS1="\\u@\\h:\\w\\$ "\n',
+            "machine-id": "",
+        }
+        for name, content in copied.items():
+            path = f"{etc}/{name}"
+            os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+            if content is None:
+                os.makedirs(path, 0o755, exist_ok=True)
+            elif isinstance(content, str):
+                os.symlink(content, path)
+            else:
+                _write(path, content)
+        for name, text in written.items():
+            _write(f"{etc}/{name}", text.encode())
+        if not os.path.lexists(f"{etc}/mtab"):
+            os.symlink("/proc/self/mounts", f"{etc}/mtab")
+
+
+def _seal(path: str) -> None:
+    """Make the one mount at `path` read-only (not those below it, which carry their own attributes)."""
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mounts.set_attributes(descriptor, add=mounts.READ_ONLY, recursive=False)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: str, content: bytes) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
+def _host_etc() -> dict[str, bytes | str | None]:
+    """Read the look-up tables of the host's /etc: bytes for files, str for links, None for directories."""
+    found: dict[str, bytes | str | None] = {}
+    for name in _COPIED:
+        _collect("/etc", name, found)
+    return found
+
+
+def _collect(base: str, name: str, found: dict[str, bytes | str | None]) -> None:
+    path = f"{base}/{name}"
+    try:
+        state = os.lstat(path)
+        if stat.S_ISLNK(state.st_mode):
+            target = os.readlink(path)
+            # A link that stays within what the sandbox has travels as a link; others are read.
+            if target.startswith(("/usr/", "/etc/alternatives/")) or name.startswith("alternatives"):
+                found[name] = target
+                return
+            if target.startswith("../usr/"):
+                found[name] = target
+                return
+            state = os.stat(path)
+        if stat.S_ISDIR(state.st_mode):
+            if not os.path.islink(path):
+                found[name] = None
+                for entry in sorted(os.listdir(path))[:2000]:
+                    _collect(base, f"{name}/{entry}", found)
+        elif stat.S_ISREG(state.st_mode) and state.st_size <= _COPY_LIMIT and state.st_mode & 0o004:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                found[name] = os.read(descriptor, _COPY_LIMIT)
+            finally:
+                os.close(descriptor)
+    except OSError:
+        return

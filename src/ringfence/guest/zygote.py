@@ -1,0 +1,218 @@
+"""The zygote: a warmed interpreter whose forks are sandboxes.
+
+It runs inside the template root, as the root of an outer user namespace and as pid 1 of a pid namespace of
+its own: when it dies, the kernel kills every sandbox it ever forked. It has no privilege in the machine's own
+namespaces; the launcher hands it descriptors (streams, cgroup files) and nothing else. It holds one thread,
+no event loop and no secret, because every sandbox inherits its memory: what must not be in a sandbox must
+not be here.
+
+Messages from the launcher are JSON over a sequenced-packet socket (descriptor 3); the guest's stream only
+passes through as a descriptor and is never read here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import select
+import socket
+import sys
+import time
+from typing import Any
+
+from ringfence.guest import agent, confine
+from ringfence.linux import filters, landlock, namespaces, seccomp
+from ringfence.linux.syscalls import libc, prctl
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+MADV_COLLAPSE = 25  # Linux 6.1
+_HUGE = 2 << 20
+_SANDBOX_NAMESPACES = (
+    namespaces.CLONE_NEWNS | namespaces.CLONE_NEWPID | namespaces.CLONE_NEWIPC | namespaces.CLONE_NEWUTS
+)
+
+
+class Zygote:
+    """The loop between the launcher's requests, the children's mapping requests and their deaths."""
+
+    def __init__(self, control: socket.socket, settings: dict):
+        self.control = control
+        self.settings = settings
+        self.poll = select.epoll()
+        self.networks: list[int] = []
+        self.own_network = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        self.mapping: dict[int, tuple[socket.socket, int, dict]] = {}
+        self.children: dict[int, int] = {}
+        self.prepared = self._prepare()
+
+    def _prepare(self) -> confine.Prepared:
+        ruleset = -1
+        if landlock.abi() >= 6:
+            ruleset = landlock.scopes_ruleset()
+        program = seccomp.Program(
+            filters.guest_filter(os.uname().machine, single_uid=self.settings["single"], watched_memory=self.settings["watched_memory"])
+        )
+        return confine.Prepared(program.install, ruleset, confine.Masks())
+
+    def serve(self) -> None:
+        """Answer the launcher until it goes away."""
+        self.poll.register(self.control.fileno(), select.EPOLLIN)
+        self.control.send(json.dumps({"ready": True, "landlock": landlock.abi(), "python": sys.version.split()[0]}).encode())
+        while True:
+            wanted = self.settings["networks"] - len(self.networks)
+            events = self.poll.poll(0.002 if wanted > 0 else -1)
+            if not events and wanted > 0:
+                self._add_network()
+            for descriptor, _ in events:
+                if descriptor == self.control.fileno():
+                    self._request()
+                elif descriptor in self.mapping:
+                    self._map(descriptor)
+                elif descriptor in self.children:
+                    self._reap(descriptor)
+
+    def _add_network(self) -> None:
+        """Create one network namespace ahead of need: single-use, since TIME_WAIT state remains in one."""
+        try:
+            namespaces.unshare(namespaces.CLONE_NEWNET)
+            namespaces.raise_loopback()
+            self.networks.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self.settings["networks"] = 0
+        namespaces.enter(self.own_network, namespaces.CLONE_NEWNET)
+
+    def _request(self) -> None:
+        message, descriptors, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        self._create(request, descriptors)
+
+    def _create(self, request: dict, descriptors: list[int]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        network = self.networks.pop() if self.networks else -1
+        try:
+            pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES)
+        except OSError as error:
+            self._say({"failed": request["id"], "step": "clone3", "message": str(error)})
+            ours.close()
+            theirs.close()
+            pidfd = -1
+        else:
+            if pid == 0:
+                self._child(request, descriptors, network, theirs)
+            theirs.close()
+            self.mapping[ours.fileno()] = (ours, pid, request)
+            self.poll.register(ours.fileno(), select.EPOLLIN)
+            self.children[pidfd] = pid
+            self.poll.register(pidfd, select.EPOLLIN)
+            self._say({"started": request["id"]}, [pidfd])
+        if network >= 0:
+            os.close(network)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _child(self, request: dict, descriptors: list[int], network: int, mapping: socket.socket) -> None:
+        """In the new process: confine it, then be the agent. Never returns."""
+        try:
+            stream = socket.socket(fileno=descriptors[0])
+            try:
+                confine.confine(request, descriptors[1:], network, stream, mapping, self.prepared)
+            except confine.ConfinementError as error:
+                mapping.send(b"e" + json.dumps({"step": error.step, "message": str(error.error)}).encode())
+                os._exit(70)
+            agent.serve(stream, request["boot"])
+        except BaseException as error:  # nothing may unwind into the zygote's loop
+            try:
+                if os.environ.get("RINGFENCE_DEBUG"):
+                    import traceback
+
+                    traceback.print_exc()
+                mapping.send(b"e" + json.dumps({"step": "agent", "message": repr(error)[:500]}).encode())
+            except OSError:
+                pass
+        finally:
+            os._exit(71)
+
+    def _map(self, descriptor: int) -> None:
+        ours, pid, request = self.mapping[descriptor]
+        try:
+            message = ours.recv(4096)
+        except OSError:
+            message = b""
+        if message == b"u":
+            try:
+                confine.write_maps(pid, request)
+                ours.send(b"m")
+            except OSError as error:
+                self._say({"failed": request["id"], "step": "id map", "message": str(error)})
+                ours.send(b"x")
+            return
+        if message[:1] == b"e":
+            problem = json.loads(message[1:])
+            self._say({"failed": request["id"], **problem})
+        self.poll.unregister(descriptor)
+        del self.mapping[descriptor]
+        ours.close()
+
+    def _reap(self, descriptor: int) -> None:
+        self.poll.unregister(descriptor)
+        pid = self.children.pop(descriptor)
+        os.close(descriptor)
+        try:
+            os.waitpid(pid, 0)
+        except ChildProcessError:
+            pass
+
+    def _say(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
+        raw = json.dumps(message).encode()
+        if descriptors:
+            socket.send_fds(self.control, [raw], descriptors)
+        else:
+            self.control.send(raw)
+
+
+def collapse_heap() -> int:
+    """Back the writable heap with huge pages where the kernel can: a fork then copies far fewer entries.
+
+    Returns the number of areas collapsed. Pure speed: failure changes nothing (madvise(2), MADV_COLLAPSE).
+    """
+    collapsed = 0
+    try:
+        with open("/proc/self/maps") as maps:
+            lines = maps.readlines()
+    except OSError:
+        return 0
+    for line in lines:
+        fields = line.split()
+        if not fields[1].startswith("rw") or (len(fields) > 5 and fields[5] != "[heap]"):
+            continue
+        first, last = (int(part, 16) for part in fields[0].split("-"))
+        first, last = (first + _HUGE - 1) & ~(_HUGE - 1), last & ~(_HUGE - 1)
+        if last > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE) == 0:
+            collapsed += 1
+    return collapsed
+
+
+def main(control_descriptor: int) -> None:
+    """Entry of the executed zygote: warm up, then serve."""
+    prctl(PR_SET_PDEATHSIG, 9)
+    started = time.monotonic()
+    control = socket.socket(fileno=control_descriptor)
+    control.set_inheritable(False)
+    settings = json.loads(control.recv(1 << 16))
+    if settings["modules"] is not None:
+        from ringfence.guest import python_kernel
+
+        python_kernel.warm(settings["modules"])
+    libc.prctl(PR_SET_NAME, b"ringfence-zygot", 0, 0, 0)
+    zygote = Zygote(control, settings)
+    del started
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    collapse_heap()
+    zygote.serve()
