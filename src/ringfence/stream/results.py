@@ -316,10 +316,22 @@ class ResultParser:
     """Cuts the RESULTS stream into messages, `!I` length, `B` type, JSON; bounded in bytes and in number.
 
     The first bytes that fit into `limit` are kept; a message that does not fit is skipped, counted in
-    `dropped` and noted, so that a huge figure costs its own result and nothing else.
+    `dropped` and noted, so that a huge figure costs its own result and nothing else. `feed` only cuts, since
+    it runs on the I/O thread that all sandboxes share; `decode` does the work and runs on the caller's.
     """
 
-    __slots__ = ("_body", "_budget", "_head", "_kind", "_missing", "_skipping", "dropped", "limit", "notes")
+    __slots__ = (
+        "_body",
+        "_budget",
+        "_head",
+        "_kind",
+        "_missing",
+        "_seen",
+        "_skipping",
+        "dropped",
+        "limit",
+        "notes",
+    )
 
     RESULT = 1
     ERROR = 2
@@ -330,17 +342,18 @@ class ResultParser:
         self.dropped = 0
         self.notes: list[str] = []
         self._budget = limit
+        self._seen = 0
         self._head = bytearray()
         self._body = bytearray()
         self._kind = 0
         self._missing = -1  # bytes of the present message still to come; -1: reading a head
         self._skipping = False
 
-    def feed(self, data: bytes | memoryview) -> list[tuple[int, dict[str, Any]]]:
-        """Take the next bytes of the stream; returns the messages that they complete."""
-        messages: list[tuple[int, dict[str, Any]]] = []
+    def feed(self, data: bytes | memoryview) -> list[tuple[int, bytearray]]:
+        """Take the next bytes of the stream; returns type and body of the messages that they complete."""
+        messages: list[tuple[int, bytearray]] = []
         position, end = 0, len(data)
-        while position < end or self._missing == 0:
+        while position < end and self._seen <= MAXIMUM_EVENTS:
             if self._missing < 0:
                 take = min(self._HEAD.size - len(self._head), end - position)
                 self._head += data[position : position + take]
@@ -349,6 +362,12 @@ class ResultParser:
                     break
                 self._missing, self._kind = self._HEAD.unpack(self._head)
                 self._head.clear()
+                self._seen += 1
+                if self._seen > MAXIMUM_EVENTS:
+                    # From here on nothing is even cut: a flood of empty messages must cost no time.
+                    self._drop(f"an execution may deliver {MAXIMUM_EVENTS} of them")
+                    self._missing = -1
+                    break
                 self._skipping = self._missing > self._budget
                 if self._skipping:
                     self._drop(
@@ -364,27 +383,24 @@ class ResultParser:
             if self._missing == 0:
                 self._missing = -1
                 if not self._skipping:
-                    message = self._parse()
+                    messages.append((self._kind, self._body))
                     self._body = bytearray()
-                    if message is not None:
-                        messages.append((self._kind, message))
         return messages
 
-    def drop_unfinished(self) -> None:
-        """Note a message that the end of the stream cut off."""
+    def finish(self) -> None:
+        """The stream has ended: note a message that the end cut off."""
         if self._missing > 0 and not self._skipping:
             self._drop("its end never came")
 
-    def _parse(self) -> dict[str, Any] | None:
-        body = self._body
+    def decode(self, body: bytes | bytearray) -> dict[str, Any] | None:
+        """The object in the body of a message, or None, noted, when it is malformed or too rich in values."""
         if body.count(b"[") + body.count(b"{") > _MAXIMUM_CONTAINERS or body.count(b'"') > _MAXIMUM_QUOTES:
             self._drop("it holds too many values")
             return None
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
-            self._drop("it is not well-formed")
-            return None
+            message = None
         if not isinstance(message, dict):
             self._drop("it is not well-formed")
             return None

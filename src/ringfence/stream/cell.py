@@ -1,0 +1,62 @@
+"""What the stream layer needs of a running sandbox: one small protocol that the node's handles satisfy.
+
+Guards the layering: everything above works on any handle with these members, a remote one included later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ringfence.engines.base import Limits
+    from ringfence.errors import SandboxDeadError
+    from ringfence.stream.connection import Connection
+    from ringfence.stream.waiting import Pending
+
+__all__ = ["CellHandle"]
+
+
+class CellHandle(Protocol):
+    """One running sandbox as the node hands it out."""
+
+    id: str
+    """Unique name of the sandbox, letters and digits."""
+    connection: Connection
+    """The stream to the guest agent."""
+    engine: str
+    level: str
+    template: str
+    limits: Limits
+    enforcement: Sequence[Any]
+    """`engines.base.Enforced`, primitive by primitive."""
+    timings: dict[str, float]
+    """Seconds that each step of the start took."""
+    started_at: float
+    """Seconds since 1970."""
+    expires_at: float
+    """Seconds since 1970: the node kills the sandbox then, whatever its guest does."""
+
+    def kill(self, reason: str = "killed") -> Pending:
+        """Kill everything inside; completes when the host has seen the last process gone. Idempotent."""
+        ...
+
+    def stats(self) -> Pending:
+        """A dict with at least `memory` (bytes), `oom_kills` and `pids`, read from outside of the sandbox."""
+        ...
+
+    def set_expiry(self, expires_at: float) -> None:
+        """Move `expires_at`; the node itself refuses times beyond start + `limits.max_age`."""
+        ...
+
+    def on_dead(self, callback: Callable[[SandboxDeadError], None]) -> None:
+        """Call back once, from any thread, when the sandbox is gone; at once when it is gone already."""
+        ...
+
+    def operation_started(self) -> None:
+        """The owner began to use the sandbox; while operations are in flight it is not idle."""
+        ...
+
+    def operation_ended(self) -> None:
+        """An operation is over; `limits.idle` counts from the end of the last one."""
+        ...
