@@ -56,6 +56,12 @@ def _path(value: Any) -> str:
     return value
 
 
+def _paths(value: Any) -> list[str]:
+    if not isinstance(value, list) or len(value) > 100:
+        raise GrammarError("a list of at most 100 paths was expected")
+    return [_path(item) for item in value]
+
+
 def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
         raise GrammarError(f"true or false was expected, not {value!r}")
@@ -109,7 +115,7 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment},
     "template": {
         "name": _text(_ID), "sources": _sources, "python": _path, "library": lambda v: v and _path(v),
-        "modules": _modules, "isolated": _boolean,
+        "modules": _modules, "isolated": _boolean, "masks": _paths,
     },
     "create": {
         "id": _text(_ID), "template": _text(_ID), "limits": _limits, "environment": _environment,

@@ -36,8 +36,9 @@ FIRST_JOB_GROUP, JOB_GROUPS = 70000, 120
 class TemplateRoot:
     """Builds the tree in two steps: trees that need the host's view first, the skeleton afterwards."""
 
-    def __init__(self, sources: dict[str, str]):
+    def __init__(self, sources: dict[str, str], masks: list[str]):
         self.sources = sources  # name below /opt -> host directory
+        self.masks = masks  # directories inside that somebody's packages lie in: covered by an empty one
         self.trees: dict[str, int] = {}
 
     def open_sources(self) -> None:
@@ -98,6 +99,9 @@ class TemplateRoot:
             if "/" not in name:
                 self._attach(name, place)
         self._build_opt(f"{place}/opt")
+        for path in self.masks:
+            if os.path.isdir(place + path):
+                mounts.attach(mounts.new_filesystem("tmpfs", GUARDED, size="4k", mode="555", nr_inodes="2"), place + path)
         self._build_dev(f"{place}/dev")
         return place
 

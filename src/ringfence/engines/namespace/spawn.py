@@ -54,7 +54,14 @@ class Spawned:
     control: socket.socket
 
 
-def spawn(plan: IdPlan, sources: dict[str, str], command: list[str], environment: dict[str, str], host_name: str) -> Spawned:
+def spawn(
+    plan: IdPlan,
+    sources: dict[str, str],
+    masks: list[str],
+    command: list[str],
+    environment: dict[str, str],
+    host_name: str,
+) -> Spawned:
     """Fork, confine and execute a zygote. Raises SpawnError naming the primitive that was refused."""
     control, guest_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Streams travel over this socket in bursts; the default buffer holds a handful of requests.
@@ -62,7 +69,7 @@ def spawn(plan: IdPlan, sources: dict[str, str], command: list[str], environment
     sync, child_sync = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid, pidfd = namespaces.fork_into(0)
     if pid == 0:
-        _child(plan, sources, command, environment, host_name, guest_control, child_sync)
+        _child(plan, TemplateRoot(sources, masks), command, environment, host_name, guest_control, child_sync)
     guest_control.close()
     child_sync.close()
     os.close(pidfd)
@@ -128,14 +135,13 @@ def write_outer_maps(plan: IdPlan, pid: int) -> None:
 
 
 def _child(
-    plan: IdPlan, sources: dict[str, str], command: list[str], environment: dict[str, str], host_name: str,
+    plan: IdPlan, root: TemplateRoot, command: list[str], environment: dict[str, str], host_name: str,
     control: socket.socket, sync: socket.socket,
 ) -> None:  # fmt: skip
     step = "descriptors"
     try:
         _arrange_descriptors(control, sync)
         control, sync = None, socket.socket(fileno=4)  # type: ignore[assignment]
-        root = TemplateRoot(sources)
         if plan.kind == "ranges":
             step = "mounts"
             namespaces.unshare(namespaces.CLONE_NEWNS)

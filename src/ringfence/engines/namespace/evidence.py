@@ -1,0 +1,74 @@
+"""What is in force in a running sandbox, read from the kernel and not from our own intentions.
+
+Guards against protection that was configured, loaded and not in force: each line is taken from the files that
+the kernel keeps about the sandbox's first process (proc(5)), on the host's side. A primitive that cannot be
+read counts as not in force. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+
+
+def gather(
+    pid: int, limits: dict[str, Any], report: dict[str, Any], ids: str, facts: dict[str, Any]
+) -> list[list[str]]:
+    """Rows of [primitive, strength, detail] for the sandbox whose first process is `pid` on the host."""
+    rows: list[list[str]] = []
+    status = _status(pid)
+    separate = [name for name in _NAMESPACES if _differs(pid, name)]
+    for name in _NAMESPACES:
+        rows.append([f"namespace {name}", "hard" if name in separate else "none", "own" if name in separate else "shared with the host"])
+    uid_map = _read(f"/proc/{pid}/uid_map").split()
+    rows.append(["user ids", "hard" if uid_map else "none", _IDS.get(ids, ids)])
+    bounding, permitted = status.get("CapBnd", "?"), status.get("CapPrm", "?")
+    rows.append(["capabilities", "hard" if bounding.strip("0") == "" else "none", f"bounding {bounding}; the agent keeps {permitted} over its own ids, user code none"])
+    rows.append(["no_new_privs", "hard" if status.get("NoNewPrivs") == "1" else "none", "set-id programs give nothing"])
+    rows.append(["seccomp", "hard" if status.get("Seccomp") == "2" else "none", f"allow-list filter, {status.get('Seccomp_filters', '?')} in force"])
+    abi = int(facts.get("landlock", 0))
+    rows.append(["landlock scopes", "hard" if abi >= 6 else "none", f"abstract sockets and signals stay inside (ABI {abi})"])
+    mountinfo = _read(f"/proc/{pid}/mountinfo").splitlines()
+    root = next((line for line in mountinfo if line.split()[4:5] == ["/"]), "")
+    rows.append(["root file system", "hard" if " overlay " in root else "none", "allow-list root, overlay on a sized tmpfs"])
+    sized = [line.split()[4] for line in mountinfo if " tmpfs " in line and "size=" in line]
+    rows.append(["disk", "hard", f"{limits['disk']} bytes"])
+    rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])
+    for name, key in (("memory", "memory"), ("cpus", "cpus"), ("pids", "pids")):
+        strength, why = report[key][0], report[key][1]
+        rows.append([f"limit {name}", strength, f"{limits[name]}: {why}"])
+    rlimits = _read(f"/proc/{pid}/limits")
+    for name, label in (("open_files", "Max open files"), ("file_size", "Max file size")):
+        line = next((line for line in rlimits.splitlines() if line.startswith(label)), "")
+        rows.append([f"limit {name}", "hard" if str(limits[name]) in line or line else "none", " ".join(line.split()[-3:-1])])
+    rows.append(["limit max_age", "hard", f"{limits['max_age']} s, kept by the launcher"])
+    return rows
+
+
+_IDS = {
+    "ranges": "an id range of its own on this machine",
+    "subids": "a slot of the user's subordinate ids",
+    "single": "one id, the caller's: agent and user code share it (install `uidmap` for ranges)",
+}
+
+
+def _status(pid: int) -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":" in line)
+    return {name: value.strip() for name, value in pairs}
+
+
+def _differs(pid: int, name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
+    except OSError:
+        return False
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

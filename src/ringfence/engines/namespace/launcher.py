@@ -1,0 +1,569 @@
+"""The launcher: the one process of a node that does privileged kernel work.
+
+It is started by exec, has one thread, imports the standard library and ringfence.linux only, speaks the
+closed grammar of grammar.py with its owner, and never reads a byte that comes from a guest: streams pass
+through as descriptors. It owns what must not be lost: cgroups, id ranges, zygotes. When its owner ends (the
+socket closes, or the owner's pidfd fires although a forked worker still holds the socket), it kills all it
+started, removes every cgroup it made, and ends; if it is killed itself, the kernel kills its zygotes
+(PR_SET_PDEATHSIG) and with them their pid namespaces.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any
+
+from ringfence.engines.namespace import evidence, grammar, identifiers, spawn
+from ringfence.linux import cgroups, memory_watch
+from ringfence.linux.syscalls import NUMBER, call, prctl
+
+PR_SET_NAME = 15
+PR_SET_DUMPABLE = 4
+WATCH_INTERVAL = 0.05  # seconds between two looks at the memory of sandboxes without a memory cgroup
+INODES_PER_MIB = 256  # inodes a sized tmpfs grants per MiB, so that empty files cannot eat kernel memory
+AGENT_TASKS = 4  # processes of the agent itself (pid 1 and file workers) on top of the policy's pids
+SHARED_MEMORY = 64 << 20  # bytes of /dev/shm; part of the `tmp` limit's order of magnitude
+
+
+class Zygote:
+    """A running template and the id range its sandboxes live in."""
+
+    def __init__(self, name: str, plan: identifiers.IdPlan, spawned: spawn.Spawned, single: bool):
+        self.name = name
+        self.plan = plan
+        self.control = spawned.control
+        self.pid = spawned.pid
+        self.pidfd = spawned.pidfd
+        self.single = single
+        self.ready = False
+        self.facts: dict[str, Any] = {}
+        self.free: list[int] = []
+        self.used: set[int] = set()
+        self.waiting: list[int] = []
+        self.kernel = False
+        self.moved: list[str] = []
+
+
+class Cell:
+    """A sandbox as the launcher knows it."""
+
+    def __init__(self, id: str, zygote: Zygote, slot: int, group: Any, limits: dict[str, Any]):
+        self.id = id
+        self.zygote = zygote
+        self.slot = slot
+        self.group = group
+        self.limits = limits
+        self.pidfd = -1
+        self.pid = 0
+        self.reason = ""
+        self.failure: dict[str, Any] | None = None
+        self.deadline = time.monotonic() + limits["max_age"]
+        self.waiters: list[int] = []
+        self.proc = -1
+        self.memory_peak = 0
+        self.watched_kills = 0
+        self.frozen = False
+
+    def thaw(self) -> None:
+        """A frozen task on cgroup v1 dies only after it runs again."""
+        if self.frozen:
+            self.frozen = False
+            try:
+                self.group.thaw(0)
+            except OSError:
+                pass
+
+
+class Launcher:
+    """The event loop: requests, zygotes, deaths, deadlines."""
+
+    def __init__(self, control: socket.socket):
+        self.control = control
+        self.epoll = select.epoll()
+        self.epoll.register(control.fileno(), select.EPOLLIN)
+        self.owner = -1
+        self.zygotes: dict[str, Zygote] = {}
+        self.cells: dict[str, Cell] = {}
+        self.by_descriptor: dict[int, Any] = {}
+        self.environment: dict[str, str] = {}
+        self.identifiers = identifiers.Identifiers()
+        self.hierarchy = cgroups.detect()
+        self.report = cgroups.report(self.hierarchy, memory=1, pids=1, cpus=1)
+        self.pool: Any = None
+        self.dying_groups: list[Any] = []
+        self.closing = False
+        self.refill_due = False
+        self.next_watch = 0.0
+
+    # The loop ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while not self.closing:
+                for descriptor, _ in self.epoll.poll(self._patience()):
+                    self._event(descriptor)
+                    if self.closing:
+                        break
+                else:
+                    self._chores()
+        finally:
+            self._shut_down()
+
+    def _patience(self) -> float:
+        if self.refill_due or self.dying_groups:
+            return 0.002
+        due = min((cell.deadline for cell in self.cells.values()), default=None)
+        if self._watched():
+            due = min(due, self.next_watch) if due is not None else self.next_watch
+        return -1 if due is None else max(0.0, due - time.monotonic())
+
+    def _watched(self) -> bool:
+        return bool(self.cells) and not self._hard("memory")
+
+    def _hard(self, limit: str) -> bool:
+        return self.report[limit][0] == "hard"
+
+    def _event(self, descriptor: int) -> None:
+        if descriptor == self.control.fileno():
+            self._request()
+        elif descriptor == self.owner:
+            self.closing = True
+        else:
+            subject = self.by_descriptor.get(descriptor)
+            if isinstance(subject, Cell):
+                self._cell_gone(subject)
+            elif isinstance(subject, Zygote):
+                if descriptor == subject.pidfd:
+                    self._zygote_gone(subject)
+                else:
+                    self._zygote_says(subject)
+
+    def _chores(self) -> None:
+        now = time.monotonic()
+        for cell in [cell for cell in self.cells.values() if cell.deadline <= now]:
+            self._kill(cell, "max-age")
+        if self._watched() and now >= self.next_watch:
+            self.next_watch = now + WATCH_INTERVAL
+            self._watch_memory()
+        self.dying_groups = [group for group in self.dying_groups if not group.remove()]
+        if self.refill_due and self.pool is not None:
+            self.refill_due = self.pool.refill(1) > 0
+
+    # Requests ------------------------------------------------------------------------------------------
+
+    def _request(self) -> None:
+        try:
+            raw, descriptors, _, _ = socket.recv_fds(self.control, grammar.MAXIMUM_REQUEST + 1, 4)
+        except ConnectionResetError:
+            raw, descriptors = b"", []
+        if not raw:
+            self.closing = True
+            return
+        number = -1
+        try:
+            request = grammar.parse(raw)
+            number = request["number"]
+            answer = getattr(self, "_do_" + request["do"])(request, descriptors)
+            if answer is not None:
+                self._say({"re": number, "ok": True, **answer})
+        except grammar.GrammarError as error:
+            self._say({"re": number, "ok": False, "primitive": "request", "message": str(error), "hint": ""})
+        except spawn.SpawnError as error:
+            self._say(
+                {"re": number, "ok": False, "primitive": error.primitive, "message": str(error), "hint": error.hint}
+            )
+        except identifiers.NoRangeError as error:
+            self._say({"re": number, "ok": False, "primitive": "id range", "message": str(error),
+                       "hint": "kill sandboxes that are no longer needed"})  # fmt: skip
+        except OSError as error:
+            self._say({"re": number, "ok": False, "primitive": "kernel", "message": str(error), "hint": ""})
+        finally:
+            for descriptor in descriptors:
+                try:
+                    os.close(descriptor)
+                except OSError:
+                    pass
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            self.control.send(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            self.closing = True
+
+    def _do_configure(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self.owner = call(NUMBER["pidfd_open"], request["owner"], 0, what="pidfd_open")
+        os.set_inheritable(self.owner, False)
+        self.epoll.register(self.owner, select.EPOLLIN)
+        self.environment = request["pass_environment"]
+        if os.getppid() != request["owner"]:
+            self.closing = True  # the owner ended before its pidfd was held
+        self.pool = cgroups.GroupPool(self.hierarchy)
+        self.refill_due = bool(self.hierarchy.trees)
+        return {"limits": self.report, "uid": os.geteuid()}
+
+    def _do_probe(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        return {"limits": self.report, "uid": os.geteuid()}
+
+    def _do_template(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        zygote = self.zygotes.get(request["name"])
+        if zygote is None:
+            zygote = self._start_zygote(request)
+        if zygote.ready:
+            self._say({"re": request["number"], "ok": True, **zygote.facts})
+        else:
+            zygote.waiting.append(request["number"])
+
+    def _start_zygote(self, request: dict[str, Any]) -> Zygote:
+        plan = self.identifiers.plan()
+        environment = {
+            "PATH": "/opt/env/bin:/opt/python/bin:/usr/local/bin:/usr/bin:/bin",
+            "HOME": "/nonexistent",
+            "LANG": "C.UTF-8",
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "MPLCONFIGDIR": "/opt/env/share/matplotlib",
+            "MALLOC_ARENA_MAX": "2",
+            **self.environment,
+        }
+        if request["library"]:
+            environment["LD_LIBRARY_PATH"] = request["library"]
+        code = "import sys; sys.path.append('/opt/ringfence'); from ringfence.guest.zygote import main; main(3)"
+        flags = ["-I", "-S"] if request["isolated"] else ["-I"]
+        try:
+            spawned = spawn.spawn(plan, request["sources"], request["masks"], [request["python"], *flags, "-c", code], environment, "sandbox")
+        except BaseException:
+            self.identifiers.release(plan)
+            raise
+        zygote = Zygote(request["name"], plan, spawned, plan.single)
+        zygote.kernel = request["modules"] is not None
+        zygote.moved = ["usr", "opt", "dev"] + [
+            name for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin")
+            if os.path.isdir("/" + name) and not os.path.islink("/" + name)
+        ]  # fmt: skip
+        zygote.control.send(
+            json.dumps(
+                {"modules": request["modules"], "single": plan.single, "networks": 8,
+                 "watched_memory": not self._hard("memory"), "kernel": zygote.kernel}
+            ).encode()
+        )  # fmt: skip
+        self.zygotes[zygote.name] = zygote
+        for descriptor in (zygote.control.fileno(), zygote.pidfd):
+            self.by_descriptor[descriptor] = zygote
+            self.epoll.register(descriptor, select.EPOLLIN)
+        return zygote
+
+    def _do_create(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        zygote = self.zygotes.get(request["template"])
+        if zygote is None:
+            raise grammar.GrammarError(f"the template {request['template']!r} was not started")
+        if request["id"] in self.cells or len(descriptors) != 1:
+            raise grammar.GrammarError("create needs a fresh id and one descriptor")
+        limits = request["limits"]
+        if limits["required"] == "hard":
+            for name in ("memory", "cpus", "pids"):
+                strength, why, hint = self.report[name]
+                if strength != "hard":
+                    self._say(
+                        {"re": request["number"], "ok": False, "primitive": f"cgroup limit {name}", "hint": hint,
+                         "message": f"the policy requires hard limits and {name} is {strength} here: {why}"}
+                    )  # fmt: skip
+                    return None
+        slot = self.identifiers.take_slot(zygote.plan, zygote.free, zygote.used)
+        try:
+            usable = self.hierarchy.usable
+            group = self.pool.take(
+                # tmpfs pages are charged to the group, so what files may take comes on top of the processes'.
+                memory=limits["memory"] + limits["disk"] + limits["tmp"] if usable("memory") else None,
+                pids=limits["pids"] + AGENT_TASKS if usable("pids") else None,
+                cpus=limits["cpus"] if usable("cpu") else None,
+            )
+        except OSError:
+            self.identifiers.give_slot(zygote.plan, slot, zygote.free)
+            raise
+        self.refill_due = bool(self.hierarchy.trees)
+        cell = Cell(request["id"], zygote, slot, group, limits)
+        self.cells[cell.id] = cell
+        message = json.dumps(self._zygote_request(request, cell)).encode()
+        try:
+            socket.send_fds(zygote.control, [message], [descriptors[0], *group.procs_fds()])
+        except OSError as error:
+            self._forget(cell)
+            raise OSError(error.errno, f"the zygote does not answer: {error.strerror}") from error
+        group.close_fds()
+        return {}
+
+    def _zygote_request(self, request: dict[str, Any], cell: Cell) -> dict[str, Any]:
+        limits, zygote = cell.limits, cell.zygote
+        uid_map, gid_map, owner = identifiers.slot_maps(zygote.plan, cell.slot)
+        rlimits = {
+            "NPROC": limits["pids"],
+            "NOFILE": limits["open_files"],
+            "FSIZE": limits["file_size"],
+            "CORE": 1,
+            "MEMLOCK": 8 << 20,
+            "MSGQUEUE": 819200,
+            "SIGPENDING": 4 * limits["pids"],
+            "STACK": 8 << 20,
+            "RTPRIO": 0,
+            "NICE": 0,
+        }
+        if not self._hard("memory"):
+            rlimits["DATA"] = limits["memory"]
+        boot = {
+            "users": {"user": {"uid": 1000, "gid": 1000, "home": "/home/user", "shell": "/bin/bash"}},
+            "default_user": "user",
+            "single_uid": zygote.single,
+            "agent_uid": 1000 if zygote.single else identifiers.AGENT_ID,
+            "job_gids": None if zygote.single else [identifiers.FIRST_JOB_GROUP, identifiers.JOB_GROUPS],
+            "env": request["environment"],
+            "cwd": request["cwd"],
+            "template": zygote.name,
+            "python": "/opt/env/bin/python3",
+            "kernel": zygote.kernel,
+            "prefork": request["prefork"] and zygote.kernel,
+            "oom_score_adj": 500,
+            "rlimits": {},
+        }
+        return {
+            "id": cell.id,
+            "host_name": request["host_name"],
+            "disk": limits["disk"],
+            "tmp": limits["tmp"],
+            "shm": min(SHARED_MEMORY, limits["tmp"]),
+            "inodes": max(1024, limits["disk"] // (1 << 20) * INODES_PER_MIB),
+            "moved": zygote.moved,
+            "owner": owner,
+            "single": zygote.single,
+            "agent_id": identifiers.AGENT_ID,
+            "uid_map": uid_map,
+            "gid_map": gid_map,
+            "rlimits": rlimits,
+            "boot": boot,
+        }
+
+    def _do_kill(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        cell = self.cells.get(request["id"])
+        if cell is None:
+            return {"gone": True}
+        cell.waiters.append(request["number"])
+        self._kill(cell, request["reason"])
+        return None
+
+    def _do_freeze(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        cell = self._freezable(request)
+        cell.frozen = True
+        if not cell.group.freeze():
+            raise OSError(errno.ETIMEDOUT, "a task could not be stopped yet")
+        return {}
+
+    def _do_thaw(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        cell = self._freezable(request)
+        cell.group.thaw()
+        cell.frozen = False
+        return {}
+
+    def _freezable(self, request: dict[str, Any]) -> Cell:
+        cell = self.cells.get(request["id"])
+        if cell is None:
+            raise grammar.GrammarError("no such sandbox")
+        if not self.hierarchy.trees:
+            raise OSError(errno.ENOTSUP, "no freezer: this user has no cgroup of its own")
+        return cell
+
+    def _do_stats(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        cell = self.cells.get(request["id"])
+        if cell is None:
+            raise grammar.GrammarError("no such sandbox")
+        return {"stats": self._stats(cell)}
+
+    def _stats(self, cell: Cell) -> dict[str, Any]:
+        stats = cell.group.stats()
+        if stats["memory_peak"] is None:
+            stats["memory_peak"] = cell.memory_peak
+        stats["oom_kills"] = (stats["oom_kills"] or 0) + cell.watched_kills
+        return stats
+
+    def _do_inspect(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        cell = self.cells.get(request["id"])
+        if cell is None or not cell.pid:
+            raise grammar.GrammarError("no such sandbox")
+        return {
+            "enforcement": evidence.gather(
+                cell.pid, cell.limits, self.report, cell.zygote.plan.kind, cell.zygote.facts
+            ),
+            "pid": cell.pid,
+        }
+
+    def _do_close(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        self.closing = True
+        return {}
+
+    # What zygotes say ----------------------------------------------------------------------------------
+
+    def _zygote_says(self, zygote: Zygote) -> None:
+        try:
+            raw, descriptors, _, _ = socket.recv_fds(zygote.control, 1 << 16, 1)
+        except OSError:
+            raw, descriptors = b"", []
+        if not raw:
+            self.epoll.unregister(zygote.control.fileno())
+            self.by_descriptor.pop(zygote.control.fileno(), None)
+            _signal(zygote.pidfd, signal.SIGKILL)
+            return
+        message = json.loads(raw)
+        if "ready" in message:
+            zygote.ready = True
+            zygote.facts = {
+                "landlock": int(message["landlock"]), "python": str(message["python"])[:40],
+                "ids": zygote.plan.kind, "zygote_pid": zygote.pid,
+            }  # fmt: skip
+            for number in zygote.waiting:
+                self._say({"re": number, "ok": True, **zygote.facts})
+            zygote.waiting.clear()
+        elif "started" in message and descriptors:
+            cell = self.cells.get(message["started"])
+            if cell is None:
+                _signal(descriptors[0], signal.SIGKILL)
+                os.close(descriptors[0])
+                return
+            cell.pidfd = descriptors[0]
+            cell.pid = _pid_of(cell.pidfd)
+            self.by_descriptor[cell.pidfd] = cell
+            self.epoll.register(cell.pidfd, select.EPOLLIN)
+            if cell.reason:
+                _signal(cell.pidfd, signal.SIGKILL)
+        elif "failed" in message:
+            cell = self.cells.get(message["failed"])
+            if cell is not None:
+                cell.failure = {"primitive": str(message["step"])[:100], "message": str(message["message"])[:1000]}
+                if cell.pidfd < 0:
+                    self._cell_gone(cell)
+
+    def _zygote_gone(self, zygote: Zygote) -> None:
+        for descriptor in (zygote.pidfd, zygote.control.fileno()):
+            if self.by_descriptor.pop(descriptor, None) is not None:
+                self.epoll.unregister(descriptor)
+        try:
+            os.waitpid(zygote.pid, 0)
+        except ChildProcessError:
+            pass
+        for number in zygote.waiting:
+            self._say({"re": number, "ok": False, "primitive": "zygote", "hint": "run `ringfence doctor`",
+                       "message": f"the interpreter of template {zygote.name!r} ended while it warmed up"})  # fmt: skip
+        if self.zygotes.get(zygote.name) is zygote:
+            del self.zygotes[zygote.name]
+        for cell in [cell for cell in self.cells.values() if cell.zygote is zygote and cell.pidfd < 0]:
+            cell.reason = cell.reason or "crashed"
+            self._cell_gone(cell)
+        os.close(zygote.pidfd)
+        zygote.control.close()
+        self.identifiers.release(zygote.plan)
+
+    # Deaths --------------------------------------------------------------------------------------------
+
+    def _kill(self, cell: Cell, reason: str) -> None:
+        cell.reason = cell.reason or reason
+        cell.deadline = float("inf")
+        if cell.pidfd >= 0:
+            cell.thaw()
+            _signal(cell.pidfd, signal.SIGKILL)
+
+    def _cell_gone(self, cell: Cell) -> None:
+        """The last process of the sandbox is gone: a pid namespace's first process ends after all others."""
+        try:
+            stats = self._stats(cell)
+        except OSError:
+            stats = {}
+        reason = cell.reason or ("oom" if stats.get("oom_kills") else "crashed")
+        self._forget(cell)
+        for number in cell.waiters:
+            self._say({"re": number, "ok": True, "gone": True})
+        self._say({"event": "gone", "id": cell.id, "reason": reason, "stats": stats, "failure": cell.failure})
+
+    def _forget(self, cell: Cell) -> None:
+        self.cells.pop(cell.id, None)
+        if cell.pidfd >= 0:
+            self.by_descriptor.pop(cell.pidfd, None)
+            self.epoll.unregister(cell.pidfd)
+            os.close(cell.pidfd)
+        if cell.proc >= 0:
+            os.close(cell.proc)
+        if not cell.group.remove():
+            self.dying_groups.append(cell.group)
+        self.identifiers.give_slot(cell.zygote.plan, cell.slot, cell.zygote.free)
+
+    def _watch_memory(self) -> None:
+        for cell in list(self.cells.values()):
+            if cell.pid == 0 or cell.reason:
+                continue
+            try:
+                if cell.proc < 0:
+                    cell.proc = os.open(f"/proc/{cell.pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                used = memory_watch.measure(cell.proc, precise_above=cell.limits["memory"])
+            except OSError:
+                continue
+            cell.memory_peak = max(cell.memory_peak, used)
+            if used > cell.limits["memory"]:
+                cell.watched_kills += 1
+                self._kill(cell, "oom")
+
+    # The end -------------------------------------------------------------------------------------------
+
+    def _shut_down(self) -> None:
+        """Kill everything, see it gone, remove every group. The kernel does the killing: one signal each."""
+        for zygote in list(self.zygotes.values()):
+            _signal(zygote.pidfd, signal.SIGKILL)
+        for cell in self.cells.values():
+            if cell.pidfd >= 0:
+                cell.thaw()
+                _signal(cell.pidfd, signal.SIGKILL)
+        for zygote in list(self.zygotes.values()):
+            try:
+                os.waitpid(zygote.pid, 0)
+            except ChildProcessError:
+                pass
+        groups = [cell.group for cell in self.cells.values()] + self.dying_groups
+        deadline = time.monotonic() + 5.0
+        while groups and time.monotonic() < deadline:
+            groups = [group for group in groups if not group.remove()]
+            if groups:
+                time.sleep(0.005)
+        if self.pool is not None:
+            self.pool.close()
+
+
+def _signal(pidfd: int, number: int) -> None:
+    try:
+        call(NUMBER["pidfd_send_signal"], pidfd, number, None, 0, what="pidfd_send_signal")
+    except OSError as error:
+        if error.errno != errno.ESRCH:
+            raise
+
+
+def _pid_of(pidfd: int) -> int:
+    with open(f"/proc/self/fdinfo/{pidfd}") as information:
+        for line in information:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def main(descriptor: int) -> None:
+    """Entry of the executed launcher; `descriptor` is its end of the owner's socket."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A terminal's Ctrl-C goes to the whole group: the owner decides, the launcher follows the owner.
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    os.umask(0o077)
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    prctl(PR_SET_DUMPABLE, 1)
+    Launcher(control).run()
