@@ -17,9 +17,15 @@ Where groups go, and why:
 * Nothing of anyone else's is moved, changed or removed, except that controllers may be switched on in the
   chosen parent's ``cgroup.subtree_control``. An ordinary user on a systemd machine gets a delegated group
   with ``systemd-run --user --scope -p Delegate=yes``: that is said in the hint and never run silently.
-* On a hybrid machine (v1 controllers plus a v2 tree without any) the v2 tree is joined for freeze, kill and
-  processor time instead of the v1 freezer: a task frozen there can still be killed, and cgroup.kill has no
-  race with fork.
+* On a hybrid machine (v1 controllers plus a v2 tree without any) the v2 tree is joined only where no v1 freezer
+  can be used, because joining a v2 group is slow (next paragraph).
+
+How a process gets in, and why it matters: writing a ``cgroup.procs`` file takes a kernel-wide lock that waits
+for an RCU grace period when nobody took it lately (5 ms measured, against 0.1 ms). Two ways avoid it. On v1 a
+process that is still single-threaded writes "0" to ``tasks`` (`attach`, with `Group.procs_fds`); on v2 it is
+born inside, by clone3 with CLONE_INTO_CGROUP (`Group.clone_fd`; `Group.permit` and `GroupPool.zygote_group`
+give an unprivileged zygote the right to do so). Writing the v2 descriptor works too, slowly. A cgroup namespace
+must be unshared after joining: its root is the group its maker is in at that moment.
 
 Names: ``<parent>/ringfence/owner-<pid>-<start time>-<pid namespace>/<number>``. The middle one tells a later
 life whether the owner is gone (`sweep`). Groups are single-use: a counter, an OOM record or a straggler of
@@ -315,10 +321,13 @@ def detect(proc="/proc", root="/sys/fs/cgroup", uid=None, may_move=None, access=
                 hint = "mount cgroup v2: `mount -t cgroup2 none /sys/fs/cgroup` (any systemd machine has it)"
             places[name] = Place(name, None, reason, hint)
 
-    if unified is not None:
+    v1_freezer = None
+    if "freezer" in on_v1 and not wanted:
+        v1_freezer = _v1_place("freezer", on_v1["freezer"], own.get("freezer"), uid, v1_trees, access)
+    if v1_freezer is not None and (v1_freezer.usable or unified is None):
+        places["freezer"], unified = v1_freezer, None
+    elif unified is not None:
         places["freezer"] = Place("freezer", unified, "cgroup.freeze and cgroup.kill below " + unified.parent)
-    elif "freezer" in on_v1:
-        places["freezer"] = _v1_place("freezer", on_v1["freezer"], own.get("freezer"), uid, v1_trees, access)
     else:
         reason, hint = reasons.get("", ("no freezer controller is mounted", "mount cgroup v2"))
         places["freezer"] = Place("freezer", None, reason, hint)
@@ -500,10 +509,11 @@ def owner_alive(tag: str) -> bool:
 
 
 def attach(descriptors) -> None:
-    """Move the calling process into a group through its `procs_descriptors`. For the forked child.
+    """Move the calling process into a group through its `procs_fds`. For the forked child, before any thread.
 
-    The kernel checks the credentials of whoever opened the files, so the child needs no privilege. On v1 the
-    opener must also be root or have the child's (real or saved) uid at this moment: attach before changing uid.
+    A thread started earlier would stay behind on v1. The kernel checks the credentials of whoever opened the
+    files, so the child needs no privilege; on v1 the opener must be root or have the child's (real or saved) uid
+    at this moment, so without root attach before changing uid.
     """
     for descriptor in descriptors:
         os.write(descriptor, b"0")
@@ -514,7 +524,8 @@ class Group:
 
     def __init__(self, trees, directories, on_removed=None):
         self._parts = list(zip(trees, directories))
-        self._descriptors = []
+        self._descriptors = []  # (version, descriptor)
+        self._clone_descriptor = None
         self._limits = (None, None, None)
         self._on_removed = on_removed
         self._directory = {}
@@ -528,18 +539,31 @@ class Group:
     def directories(self) -> list:
         return [directory for _, directory in self._parts]
 
-    def procs_fds(self) -> list:
-        """Open write descriptors of every cgroup.procs file (close-on-exec; owned and closed by this object)."""
+    def procs_fds(self, v2=True) -> list:
+        """Open write descriptors for `attach` (close-on-exec; owned and closed by this object).
+
+        `v2=False` leaves out the v2 one, for a child that is born inside through `clone_fd`.
+        """
         if not self._descriptors:
-            for directory in self.directories:
-                self._descriptors.append(os.open(directory + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-        return list(self._descriptors)
+            for tree, directory in self._parts:
+                name = "/tasks" if tree.version == 1 else "/cgroup.procs"
+                descriptor = os.open(directory + name, os.O_WRONLY | os.O_CLOEXEC)
+                self._descriptors.append((tree.version, descriptor))
+        return [descriptor for version, descriptor in self._descriptors if v2 or version == 1]
 
     def clone_fd(self):
-        """A new descriptor of the v2 directory for clone3's CLONE_INTO_CGROUP (the caller closes it), or None."""
+        """Descriptor of the v2 directory for clone3's CLONE_INTO_CGROUP (owned by this object); None without v2."""
         if "core" not in self._directory:
             return None
-        return os.open(self._directory["core"][1], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self._clone_descriptor is None:
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+            self._clone_descriptor = os.open(self._directory["core"][1], flags)
+        return self._clone_descriptor
+
+    def permit(self, uid: int) -> None:
+        """Let host user `uid` (an unprivileged zygote, itself in `GroupPool.zygote_group`) clone into the v2 part."""
+        if "core" in self._directory:
+            os.chown(self._directory["core"][1] + "/cgroup.procs", uid, -1)
 
     def add(self, pid: int) -> None:
         """Move a whole process in from outside."""
@@ -547,7 +571,10 @@ class Group:
             _write(directory + "/cgroup.procs", str(pid))
 
     def close_fds(self) -> None:
-        descriptors, self._descriptors = self._descriptors, []
+        descriptors, self._descriptors = [descriptor for _, descriptor in self._descriptors], []
+        if self._clone_descriptor is not None:
+            descriptors.append(self._clone_descriptor)
+            self._clone_descriptor = None
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -588,7 +615,8 @@ class Group:
                 try:
                     _write(directory + "/" + name, text)
                 except FileNotFoundError:
-                    pass  # no swap accounting in this kernel; `report` says so
+                    if name == "memory.swap.max" and _swap_in_use():
+                        raise _no_swap_accounting() from None
             _write(directory + "/memory.max", str(value))
             self._confirm(directory + "/memory.max", value, 65536)
             return
@@ -606,7 +634,8 @@ class Group:
             # 0 means "never swap this group out", which holds even where swap is not accounted.
             _write(directory + "/memory.swappiness", "0")
         except OSError:
-            pass
+            if len(order) == 1 and _swap_in_use():
+                raise _no_swap_accounting() from None
         self._confirm(limit, value, 65536)
 
     def _set_pids(self, version, directory, value):
@@ -817,6 +846,15 @@ def _remove_directory(directory: str) -> bool:
     return True
 
 
+def _swap_in_use() -> bool:
+    return len(_read_or_empty("/proc/swaps").splitlines()) > 1
+
+
+def _no_swap_accounting() -> CgroupError:
+    message = "the memory limit would not hold: this machine swaps and its kernel does not account swap per group"
+    return CgroupError(message, "boot with `swapaccount=1`, or turn swap off")
+
+
 def _v1_outer_quota_below(directory: str, cpus: float) -> bool:
     """True when a group above already allows less than `cpus` processors."""
     parent = os.path.dirname(directory)
@@ -917,11 +955,13 @@ class GroupPool:
             if shares:
                 _write(owner + "/cpu.max", " ".join(min(shares)[1]))
 
-    def _create(self) -> Group:
-        number, self._next = str(self._next), self._next + 1
+    def _create(self, prefix="", versions=(1, 2)) -> Group:
+        number, self._next = prefix + str(self._next), self._next + 1
         trees, directories = [], []
         try:
             for tree, _, owner in self._bases:
+                if tree.version not in versions:
+                    continue
                 directory = owner + "/" + number
                 _mkdir(directory)
                 trees.append(tree)
@@ -950,6 +990,23 @@ class GroupPool:
         except BaseException:
             group.remove()
             raise
+        return group
+
+    def zygote_group(self, uid=None):
+        """A v2 group without limits for a zygote to live in; None where no v2 tree is used.
+
+        With `uid` (host user id of a zygote that is not us) it may then clone into any group that was `permit`ted
+        to it: the kernel wants write access to the target's cgroup.procs and to that of the closest common
+        ancestor, our owner folder. Opening that one to all gives nothing to processes outside of it, because
+        for them the common ancestor is further up.
+        """
+        owners = [owner for tree, _, owner in self._bases if tree.version == 2]
+        if not owners:
+            return None
+        group = self._create("zygote-", (2,))
+        if uid is not None:
+            group.permit(uid)
+            os.chmod(owners[0] + "/cgroup.procs", 0o666)
         return group
 
     def refill(self, at_most=None) -> int:
