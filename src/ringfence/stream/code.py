@@ -153,7 +153,11 @@ class CodeRunner:
             raise InvalidArgumentError(f"the code cannot be sent: {error}") from error
         try:
             while True:
-                in_time = await cell.changed(deadline)
+                seen = cell.version
+                if not (live and cell.queue):
+                    in_time = await cell.changed(deadline, seen)
+                else:
+                    in_time = True
                 if live:
                     await consumer.consume()
                     if deadline is not None and time.monotonic() >= deadline and not cell.done:

@@ -73,7 +73,7 @@ class Exchange:
     Done when `reply` (the guest's CLOSE) or `failure` (the sandbox died) is set.
     """
 
-    __slots__ = ("_lock", "_on_done", "_waiter", "_woken", "channel", "events", "failure", "reply")
+    __slots__ = ("_lock", "_on_done", "_waiter", "channel", "events", "failure", "reply", "version")
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
@@ -81,8 +81,8 @@ class Exchange:
         self.failure: BaseException | None = None
         self.events = 0
         self._lock = threading.Lock()
-        self._waiter: Pending | None = None
-        self._woken = False
+        self.version = 0
+        self._waiter: Pending[None] | None = None
         self._on_done: Callable[[], None] | None = None
 
     @property
@@ -126,36 +126,37 @@ class Exchange:
             callback()
 
     def wake(self) -> None:
-        """Let `changed` return."""
+        """There is news: let `changed` return."""
         with self._lock:
+            self.version += 1
             waiter, self._waiter = self._waiter, None
-            self._woken = waiter is None
         if waiter is not None:
             waiter.set_result(None)
 
     # -- caller
 
-    async def changed(self, deadline: float | None) -> bool:
-        """Wait for the next `wake`; False when `deadline` (monotonic) came first. One waiter at a time."""
+    async def changed(self, deadline: float | None, seen: int) -> bool:
+        """Wait until there is news or `deadline` (monotonic) came, which is False.
+
+        `seen` is the `version` that the caller read *before* it looked at what it waits for, so that news in
+        between are not missed. Any number may wait.
+        """
         with self._lock:
-            if self._woken or self.done:
-                self._woken = False
+            if self.reply is not None or self.failure is not None or self.version != seen:
                 return True
-            waiter = self._waiter = Pending()
+            waiter = self._waiter
+            if waiter is None:
+                waiter = self._waiter = Pending()
         if deadline is None:
             await waiter
             return True
-        if await within(waiter, deadline - time.monotonic()):
-            return True
-        with self._lock:
-            self._waiter = None
-            woken, self._woken = self._woken, False
-        return woken or waiter.done()
+        await within(waiter, deadline - time.monotonic())
+        return self.done or self.version != seen
 
     async def finished(self, deadline: float | None) -> bool:
         """Wait until `done`; False when the deadline came first."""
         while not self.done:
-            if not await self.changed(deadline):
+            if not await self.changed(deadline, self.version):
                 return self.done
         return True
 
@@ -215,6 +216,21 @@ class Session:
             raise
         exchange.channel = channel
         return channel
+
+    async def send(
+        self, exchange: Exchange, stream: int, data: bytes | memoryview, deadline: float | None
+    ) -> bool:
+        """Send bytes on a stream, waiting for credit; False when the exchange ended or the deadline came first."""
+        assert exchange.channel is not None
+        pending = exchange.channel.send_data(stream, data)
+        while not pending.done():
+            if exchange.done:
+                return False
+            pause = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if pause <= 0:
+                return False
+            await within(pending, pause)
+        return not exchange.done
 
     async def fail(self, exchange: Exchange, what: str) -> SandboxDeadError:
         """The error for an exchange that ended with the connection. The node may learn the reason a little
