@@ -13,11 +13,10 @@ cgroup was joined by descriptor). Standard library and ringfence.linux only.
 from __future__ import annotations
 
 import os
-import resource
 import socket
 from typing import Callable
 
-from ringfence.linux import capabilities, landlock, mounts, namespaces
+from ringfence.linux import capabilities, landlock, mounts, namespaces, resource_limits
 from ringfence.linux.syscalls import NUMBER, call, close_from, prctl
 
 PR_SET_DUMPABLE = 4
@@ -101,8 +100,7 @@ def confine(
         step = "user namespace"
         _enter_user_namespace(request, mapping)
         step = "resource limits"
-        for name, value in request["rlimits"].items():
-            _set_limit(name, value)
+        resource_limits.apply(request["rlimits"])
         step = "capabilities"
         _drop(request)
         step = "no_new_privs"
@@ -196,14 +194,6 @@ def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
     if mapping.recv(1) != b"m":
         raise OSError(0, "the id map was not written")
     mapping.close()
-
-
-def _set_limit(name: str, value: int) -> None:
-    number = getattr(resource, "RLIMIT_" + name)
-    hard = resource.getrlimit(number)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    resource.setrlimit(number, (value, value))
 
 
 def _drop(request: dict) -> None:

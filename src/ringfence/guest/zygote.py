@@ -93,9 +93,10 @@ class Zygote:
 
     def _create(self, request: dict, descriptors: list[int]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        born = descriptors.pop(1) if request["born"] else -1
         network = self.networks.pop() if self.networks else -1
         try:
-            pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES)
+            pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES, born)
         except OSError as error:
             self._say({"failed": request["id"], "step": "clone3", "message": str(error)})
             ours.close()
@@ -110,10 +111,9 @@ class Zygote:
             self.children[pidfd] = pid
             self.poll.register(pidfd, select.EPOLLIN)
             self._say({"started": request["id"]}, [pidfd])
-        if network >= 0:
-            os.close(network)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for descriptor in (*descriptors, network, born):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def _child(self, request: dict, descriptors: list[int], network: int, mapping: socket.socket) -> None:
         """In the new process: confine it, then be the agent. Never returns."""

@@ -20,13 +20,15 @@ import time
 from typing import Any
 
 from ringfence.engines.namespace import evidence, grammar, identifiers, spawn
-from ringfence.linux import cgroups, memory_watch
+from ringfence.linux import cgroups, memory_watch, resource_limits
 from ringfence.linux.syscalls import NUMBER, call, prctl
 
 PR_SET_NAME = 15
 PR_SET_DUMPABLE = 4
+_NEVER = float("inf")
 WATCH_INTERVAL = 0.05  # seconds between two looks at the memory of sandboxes without a memory cgroup
 INODES_PER_MIB = 256  # inodes a sized tmpfs grants per MiB, so that empty files cannot eat kernel memory
+SUSPICION_INTERVAL = 0.005  # the second look at a sandbox that was over once
 AGENT_TASKS = 4  # processes of the agent itself (pid 1 and file workers) on top of the policy's pids
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm; part of the `tmp` limit's order of magnitude
 
@@ -46,6 +48,7 @@ class Zygote:
         self.free: list[int] = []
         self.used: set[int] = set()
         self.waiting: list[int] = []
+        self.data_size = 0  # bytes a fork inherits as RLIMIT_DATA counts them
         self.kernel = False
         self.moved: list[str] = []
 
@@ -65,8 +68,7 @@ class Cell:
         self.failure: dict[str, Any] | None = None
         self.deadline = time.monotonic() + limits["max_age"]
         self.waiters: list[int] = []
-        self.proc = -1
-        self.memory_peak = 0
+        self.watch: memory_watch.MemoryWatch | None = None
         self.watched_kills = 0
         self.frozen = False
 
@@ -97,6 +99,7 @@ class Launcher:
         self.report = cgroups.report(self.hierarchy, memory=1, pids=1, cpus=1)
         self.pool: Any = None
         self.dying_groups: list[Any] = []
+        self.zygote_groups: list[Any] = []
         self.closing = False
         self.refill_due = False
         self.next_watch = 0.0
@@ -118,10 +121,10 @@ class Launcher:
     def _patience(self) -> float:
         if self.refill_due or self.dying_groups:
             return 0.002
-        due = min((cell.deadline for cell in self.cells.values()), default=None)
+        due = min((cell.deadline for cell in self.cells.values()), default=_NEVER)
         if self._watched():
-            due = min(due, self.next_watch) if due is not None else self.next_watch
-        return -1 if due is None else max(0.0, due - time.monotonic())
+            due = min(due, self.next_watch)
+        return -1 if due == _NEVER else min(max(0.0, due - time.monotonic()), 3600.0)
 
     def _watched(self) -> bool:
         return bool(self.cells) and not self._hard("memory")
@@ -253,6 +256,10 @@ class Launcher:
                  "watched_memory": not self._hard("memory"), "kernel": zygote.kernel}
             ).encode()
         )  # fmt: skip
+        group = self.pool.zygote_group(plan.uid_map[0][1])
+        if group is not None:
+            group.add(spawned.pid)
+            self.zygote_groups.append(group)
         self.zygotes[zygote.name] = zygote
         for descriptor in (zygote.control.fileno(), zygote.pidfd):
             self.by_descriptor[descriptor] = zygote
@@ -290,9 +297,15 @@ class Launcher:
         self.refill_due = bool(self.hierarchy.trees)
         cell = Cell(request["id"], zygote, slot, group, limits)
         self.cells[cell.id] = cell
-        message = json.dumps(self._zygote_request(request, cell)).encode()
+        born = group.clone_fd()
+        message = json.dumps({**self._zygote_request(request, cell), "born": born is not None}).encode()
+        if born is not None:
+            group.permit(zygote.plan.uid_map[0][1])
         try:
-            socket.send_fds(zygote.control, [message], [descriptors[0], *group.procs_fds()])
+            socket.send_fds(
+                zygote.control, [message],
+                [descriptors[0], *([born] if born is not None else []), *group.procs_fds(v2=False)],
+            )  # fmt: skip
         except OSError as error:
             self._forget(cell)
             raise OSError(error.errno, f"the zygote does not answer: {error.strerror}") from error
@@ -302,20 +315,14 @@ class Launcher:
     def _zygote_request(self, request: dict[str, Any], cell: Cell) -> dict[str, Any]:
         limits, zygote = cell.limits, cell.zygote
         uid_map, gid_map, owner = identifiers.slot_maps(zygote.plan, cell.slot)
-        rlimits = {
-            "NPROC": limits["pids"],
-            "NOFILE": limits["open_files"],
-            "FSIZE": limits["file_size"],
-            "CORE": 1,
-            "MEMLOCK": 8 << 20,
-            "MSGQUEUE": 819200,
-            "SIGPENDING": 4 * limits["pids"],
-            "STACK": 8 << 20,
-            "RTPRIO": 0,
-            "NICE": 0,
-        }
-        if not self._hard("memory"):
-            rlimits["DATA"] = limits["memory"]
+        rlimits = resource_limits.for_policy(
+            pids=limits["pids"],
+            open_files=limits["open_files"],
+            file_size=limits["file_size"],
+            memory=limits["memory"],
+            memory_mode="hard" if self._hard("memory") else "watched",
+            data_baseline=zygote.data_size,
+        )
         boot = {
             "users": {"user": {"uid": 1000, "gid": 1000, "home": "/home/user", "shell": "/bin/bash"}},
             "default_user": "user",
@@ -329,7 +336,6 @@ class Launcher:
             "kernel": zygote.kernel,
             "prefork": request["prefork"] and zygote.kernel,
             "oom_score_adj": 500,
-            "rlimits": {},
         }
         return {
             "id": cell.id,
@@ -385,8 +391,8 @@ class Launcher:
 
     def _stats(self, cell: Cell) -> dict[str, Any]:
         stats = cell.group.stats()
-        if stats["memory_peak"] is None:
-            stats["memory_peak"] = cell.memory_peak
+        if stats["memory"] is None and cell.watch is not None:
+            stats["memory"], stats["memory_peak"] = cell.watch.last.bytes, cell.watch.peak
         stats["oom_kills"] = (stats["oom_kills"] or 0) + cell.watched_kills
         return stats
 
@@ -420,6 +426,7 @@ class Launcher:
         message = json.loads(raw)
         if "ready" in message:
             zygote.ready = True
+            zygote.data_size = _data_size(zygote.pid)
             zygote.facts = {
                 "landlock": int(message["landlock"]), "python": str(message["python"])[:40],
                 "ids": zygote.plan.kind, "zygote_pid": zygote.pid,
@@ -470,7 +477,7 @@ class Launcher:
 
     def _kill(self, cell: Cell, reason: str) -> None:
         cell.reason = cell.reason or reason
-        cell.deadline = float("inf")
+        cell.deadline = _NEVER
         if cell.pidfd >= 0:
             cell.thaw()
             _signal(cell.pidfd, signal.SIGKILL)
@@ -493,8 +500,8 @@ class Launcher:
             self.by_descriptor.pop(cell.pidfd, None)
             self.epoll.unregister(cell.pidfd)
             os.close(cell.pidfd)
-        if cell.proc >= 0:
-            os.close(cell.proc)
+        if cell.watch is not None:
+            cell.watch.close()
         if not cell.group.remove():
             self.dying_groups.append(cell.group)
         self.identifiers.give_slot(cell.zygote.plan, cell.slot, cell.zygote.free)
@@ -503,16 +510,17 @@ class Launcher:
         for cell in list(self.cells.values()):
             if cell.pid == 0 or cell.reason:
                 continue
-            try:
-                if cell.proc < 0:
-                    cell.proc = os.open(f"/proc/{cell.pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                used = memory_watch.measure(cell.proc, precise_above=cell.limits["memory"])
-            except OSError:
-                continue
-            cell.memory_peak = max(cell.memory_peak, used)
-            if used > cell.limits["memory"]:
+            if cell.watch is None:
+                try:
+                    proc = os.open(f"/proc/{cell.pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                except OSError:
+                    continue
+                cell.watch = memory_watch.MemoryWatch(proc, cell.limits["memory"])
+            if cell.watch.over():
                 cell.watched_kills += 1
                 self._kill(cell, "oom")
+            elif cell.watch.suspicious:
+                self.next_watch = min(self.next_watch, time.monotonic() + SUSPICION_INTERVAL)
 
     # The end -------------------------------------------------------------------------------------------
 
@@ -529,7 +537,7 @@ class Launcher:
                 os.waitpid(zygote.pid, 0)
             except ChildProcessError:
                 pass
-        groups = [cell.group for cell in self.cells.values()] + self.dying_groups
+        groups = [cell.group for cell in self.cells.values()] + self.dying_groups + self.zygote_groups
         deadline = time.monotonic() + 5.0
         while groups and time.monotonic() < deadline:
             groups = [group for group in groups if not group.remove()]
@@ -545,6 +553,18 @@ def _signal(pidfd: int, number: int) -> None:
     except OSError as error:
         if error.errno != errno.ESRCH:
             raise
+
+
+def _data_size(pid: int) -> int:
+    """VmData of a process in bytes (proc(5)); 0 when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            for line in status:
+                if line.startswith("VmData:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
 
 
 def _pid_of(pidfd: int) -> int:

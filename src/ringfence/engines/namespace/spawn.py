@@ -21,7 +21,6 @@ from ringfence.engines.namespace.root import TemplateRoot
 from ringfence.linux import mounts, namespaces
 from ringfence.linux.syscalls import close_from, prctl
 
-CLONE_PARENT = 0x00008000
 PR_SET_PDEATHSIG = 1
 PATIENCE = 20.0  # seconds a zygote may take from fork to exec before it counts as stuck
 
@@ -168,7 +167,7 @@ def _child(
         place = root.build(host_name)
         step = "process namespace"
         namespaces.unshare(namespaces.CLONE_NEWPID)
-        pid, pidfd = namespaces.fork_into(CLONE_PARENT)
+        pid, pidfd = namespaces.fork_into(namespaces.CLONE_PARENT)
         if pid == 0:
             os.close(pidfd) if pidfd >= 0 else None
             step = "proc"
