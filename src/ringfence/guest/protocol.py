@@ -59,6 +59,7 @@ MAX_CHANNEL = (1 << 32) - 1
 
 GRANT_STEP = INITIAL_WINDOW // 4
 """`Mux.grant` gathers small grants until they reach this, so that reading costs few CREDIT frames."""
+_EVENT_GRANT_STEP = 16 << 10
 
 _COPY_BELOW = 16 << 10  # joining a small payload to its header is cheaper than one more vector in sendmsg
 _MAX_BUFFERS = 64
@@ -298,12 +299,16 @@ class Mux:
         self._send(CLOSE, channel, 0, payload)
 
     def grant(self, channel: int, nbytes: int) -> None:
-        """Gives the peer credit for `nbytes` (those consumed, usually). Small grants are gathered up to GRANT_STEP."""
+        """Gives the peer credit for `nbytes` of DATA (those consumed, usually), gathered up to GRANT_STEP.
+
+        Events need no grant: their credit goes back when they are delivered."""
         state = self._channels.get(channel)
-        if state is None or state.cancelled:
-            return
+        if state is not None and not state.cancelled:
+            self._grant(channel, state, nbytes, GRANT_STEP)
+
+    def _grant(self, channel: int, state: _Channel, nbytes: int, step: int) -> None:
         nbytes += state.ungranted
-        if nbytes < GRANT_STEP:
+        if nbytes < step:
             state.ungranted = nbytes
             return
         nbytes = min(nbytes, MAX_CREDIT - state.receive_credit)
@@ -577,7 +582,10 @@ class Mux:
             return None if state.cancelled else Event(EOF, channel, stream, b"")
         # EVENT. One that is dropped is parsed all the same: whether it is valid must not depend on timing.
         message = decode_object(payload)
-        return None if state.cancelled else Event(EVENT, channel, 0, message)
+        if state.cancelled:
+            return None
+        self._grant(channel, state, len(payload), _EVENT_GRANT_STEP)
+        return Event(EVENT, channel, 0, message)
 
     def _hello(self, payload: Buffer) -> Event:
         hello = decode_object(payload)
