@@ -33,7 +33,7 @@ from ringfence.stream.checks import (
 from ringfence.stream.exchange import ANSWER_SECONDS, Exchange, Session, deliver, integer_of
 from ringfence.stream.output import OutputRing, TextDecoder
 from ringfence.stream.results import CommandResult, ProcessInfo, PtySize, clean_text, signal_name
-from ringfence.stream.waiting import gather, run_sync
+from ringfence.stream.waiting import run_sync, sleep
 
 __all__ = ["Command", "CommandRunner"]
 
@@ -432,13 +432,17 @@ class Command(Exchange):
         if not self.done and self.channel is not None:
             self.channel.send_event({"resize": _check_size(size)})
 
-    async def feed(self, data: bytes) -> None:
-        """Send all of the input and its end; a program that ends without reading it is no error."""
-        try:
-            await self.send_stdin(data)
-        except NotFoundError:
+    def feed(self, data: bytes) -> None:
+        """Send all of the input, then its end, as fast as the program reads; whether it does is its own affair."""
+        channel = self.channel
+        if channel is None or self.done:
             return
-        await self.close_stdin()
+        if data:
+            channel.send_data(_PTY if self.pty else _STDIN, data)
+        if self.pty:
+            channel.send_data(_PTY, b"\x04")
+        else:
+            channel.send_eof(_STDIN)
 
     def watch(self) -> None:
         """Enforce the deadlines of a command that nobody waits for."""
@@ -488,8 +492,6 @@ class CommandRunner:
 
     async def pause(self, command: Command, seconds: float) -> None:
         """Sleep, in steps that notice the end of the command."""
-        from ringfence.stream.waiting import sleep
-
         if not command.done:
             await sleep(min(seconds, 1.0))
 
@@ -561,10 +563,9 @@ class CommandRunner:
             check_callback(callback, name)
         self.begin(command, request)
         try:
-            if text is None:
-                return await command.wait(on_stdout, on_stderr, on_pty)
-            result, _ = await gather(command.wait(on_stdout, on_stderr, on_pty), command.feed(text))
-            return result
+            if text is not None:
+                command.feed(text)
+            return await command.wait(on_stdout, on_stderr, on_pty)
         except TimeoutExceededError:
             raise
         except BaseException:
@@ -580,7 +581,7 @@ class CommandRunner:
             if command.pid is None and command.failed is None:
                 await command.result()
             if text is not None:
-                await command.feed(text)
+                command.feed(text)
         except BaseException:
             self._session.abandon(command, {"kill": True})
             raise

@@ -211,8 +211,15 @@ class Session:
             if exchange._on_done is not None:
                 exchange._on_done = None
                 handle.operation_ended()
-            if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, SandboxError):
-                raise SandboxError(f"the request could not be sent: {error}") from error
+            if isinstance(error, SandboxDeadError):
+                # The connection raises one and the same object to everybody; a traceback wants its own.
+                if self.death is None:
+                    self._died(error)
+                raise self.dead_error() from None
+            if isinstance(error, RuntimeError):
+                raise SandboxError(
+                    f"the request could not be sent: {error}", hint="finish some of the open operations first"
+                ) from error
             raise
         exchange.channel = channel
         return channel
@@ -222,15 +229,17 @@ class Session:
     ) -> bool:
         """Send bytes on a stream, waiting for credit; False when the exchange ended or the deadline came first."""
         assert exchange.channel is not None
-        pending = exchange.channel.send_data(stream, data)
-        while not pending.done():
-            if exchange.done:
-                return False
-            pause = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-            if pause <= 0:
-                return False
-            await within(pending, pause)
-        return not exchange.done
+        return await self.settle(exchange.channel.send_data(stream, data), deadline)
+
+    async def settle(self, pending: Pending[None], deadline: float | None) -> bool:
+        """Wait until sent bytes have left; False when their channel ended or the deadline came first."""
+        try:
+            if deadline is None:
+                await pending
+                return True
+            return await within(pending, deadline - time.monotonic())
+        except (BrokenPipeError, SandboxDeadError):
+            return False  # The exchange tells why.
 
     async def fail(self, exchange: Exchange, what: str) -> SandboxDeadError:
         """The error for an exchange that ended with the connection. The node may learn the reason a little
@@ -335,7 +344,7 @@ def _abandon(session: Session, exchange: Exchange, orders: tuple[dict[str, Any],
 
     try:
         run_sync(work())
-    except SandboxError:
+    except (SandboxError, OSError):
         pass  # It died meanwhile, which is what was wanted.
 
 

@@ -1,0 +1,275 @@
+"""Transfers between local files and the sandbox: single files of any size, and whole directories.
+
+Guards the local side (see `trees`): what comes out of a sandbox is hostile, so a download decides every name,
+kind, mode and bound itself and asks the guest only for names and bytes. Memory stays constant.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from ringfence.errors import (
+    FileConflictError,
+    FileOperationError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NotFoundError,
+    PermissionDeniedError,
+    SandboxDeadError,
+    SandboxError,
+    TransferError,
+)
+from ringfence.stream.checks import check_count, check_path
+from ringfence.stream.files import CHUNK, PARALLEL, FileOperations
+from ringfence.stream.results import EntryInfo, FileType, SkippedEntry, TransferReport, WriteInfo
+from ringfence.stream.trees import LocalEntry, TreeWriter, WriteTarget, name_is_safe, open_regular, walk_tree
+from ringfence.stream.waiting import gather
+
+__all__ = ["Transfers"]
+
+MAXIMUM_ENTRIES = 100_000
+MAXIMUM_DEPTH = 64
+
+
+class Transfers:
+    """`upload`, `download`, `upload_dir`, `download_dir` of one sandbox."""
+
+    def __init__(self, files: FileOperations) -> None:
+        self._files = files
+
+    # -- single files
+
+    async def upload(self, local: Any, remote: Any, mode: int | None = None) -> WriteInfo:
+        """See `Files.upload`."""
+        source, path = _local(local), check_path(remote, "remote")
+        descriptor = open_regular(source)
+        try:
+            return await self._files.write(path, _pieces(descriptor), mode)
+        finally:
+            os.close(descriptor)
+
+    async def download(self, remote: Any, local: Any, overwrite: bool = True) -> int:
+        """See `Files.download`."""
+        path, destination = check_path(remote, "remote"), _local(local)
+        folder, name = os.path.split(os.path.abspath(destination))
+        if os.path.isdir(destination):
+            raise InvalidArgumentError(
+                f"{destination!r} is a directory", hint="give the name of the file too"
+            )
+        with TreeWriter(folder, overwrite) as writer:
+            parent = writer.open_directory(())
+            try:
+                target = writer.open_file((name,), parent)
+                if target is None:
+                    raise FileConflictError(f"{destination!r}: {writer.report.skipped[-1].reason}")
+                return await self._receive(path, target, None, False)
+            finally:
+                os.close(parent)
+
+    async def _receive(self, path: str, target: WriteTarget, bound: int | None, executable: bool) -> int:
+        """Read `path` into `target`, which is committed only when size and hash were right."""
+        try:
+            stream = self._files.open_read(path, collect=False, bound=bound)
+            try:
+                while (piece := await stream.next_piece()) is not None:
+                    target.write(piece)
+            except BaseException:
+                stream.close()
+                raise
+        except BaseException:
+            target.discard()
+            raise
+        target.commit(executable)
+        return stream.size
+
+    # -- directories
+
+    async def upload_dir(self, local: Any, remote: Any) -> TransferReport:
+        """See `Files.upload_dir`."""
+        source, root = _local(local), check_path(remote, "remote").rstrip("/") or "/"
+        files, report = self._files, TransferReport()
+        batch: list[LocalEntry] = []
+        await self._make_directory(root, 0o755)
+        entries = walk_tree(source, report)
+        try:
+            for entry in entries:
+                path = posixpath.join(root, *entry.parts)
+                if entry.kind == "dir":
+                    await self._make_directory(path, (entry.mode & 0o777) | 0o700)
+                    report.directories += 1
+                elif entry.kind == "symlink":
+                    try:
+                        await files.symlink(entry.target, path)
+                        report.symlinks += 1
+                    except SandboxError as error:
+                        _skip(report, entry.parts, error)
+                else:
+                    batch.append(entry)
+                    if len(batch) == PARALLEL:
+                        await self._upload_batch(root, batch, report)
+                        batch = []
+            await self._upload_batch(root, batch, report)
+            batch = []
+        finally:
+            entries.close()
+            for entry in batch:
+                _close(entry.descriptor)
+        return report
+
+    async def _make_directory(self, path: str, mode: int) -> None:
+        await self._files.make_dir(path, mode)
+
+    async def _upload_batch(self, root: str, batch: list[LocalEntry], report: TransferReport) -> None:
+        async def send(entry: LocalEntry) -> None:
+            try:
+                path = posixpath.join(root, *entry.parts)
+                written = await self._files.write(path, _pieces(entry.descriptor), entry.mode & 0o777)
+            except (PermissionDeniedError, FileConflictError, FileOperationError) as error:
+                _skip(report, entry.parts, error)
+            except OSError as error:
+                if isinstance(error, SandboxError):
+                    raise
+                report.skipped.append(
+                    SkippedEntry("/".join(entry.parts), f"cannot be read: {error.strerror}")
+                )
+            else:
+                report.files += 1
+                report.bytes += written.size
+
+        try:
+            await gather(*(send(entry) for entry in batch))
+        finally:
+            for entry in batch:
+                _close(entry.descriptor)
+
+    async def download_dir(
+        self,
+        remote: Any,
+        local: Any,
+        overwrite: bool = False,
+        max_bytes: int | None = None,
+        max_entries: int = MAXIMUM_ENTRIES,
+        max_depth: int = MAXIMUM_DEPTH,
+    ) -> TransferReport:
+        """See `Files.download_dir`."""
+        root, destination = check_path(remote, "remote").rstrip("/") or "/", _local(local)
+        limits = self._files.session.limits
+        bound = limits.disk + limits.tmp if max_bytes is None else check_count(max_bytes, "max_bytes")
+        check_count(max_entries, "max_entries")
+        check_count(max_depth, "max_depth", lowest=1, highest=1000)
+        with TreeWriter(destination, overwrite) as writer:
+            waiting: list[tuple[str, ...]] = [()]
+            seen = 0
+            while waiting:
+                parts = waiting.pop()
+                try:
+                    entries = await self._files.list(posixpath.join(root, *parts))
+                except (PermissionDeniedError, NotFoundError, FileOperationError) as error:
+                    if not parts:
+                        raise
+                    _skip(writer.report, parts, error)
+                    continue
+                seen += len(entries)
+                if seen > max_entries:
+                    raise _too_much("max_entries", max_entries, writer.report)
+                below: list[tuple[str, ...]] = []
+                plain: list[tuple[tuple[str, ...], EntryInfo]] = []
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    there = (*parts, entry.name)
+                    if not name_is_safe(entry.name):
+                        writer.skip(there, "its name is not a legal file name")
+                    elif entry.type is FileType.DIR:
+                        if len(there) > max_depth:
+                            writer.skip(there, f"deeper than max_depth ({max_depth})")
+                        elif writer.add_directory(there):
+                            below.append(there)
+                    elif entry.type is FileType.SYMLINK:
+                        writer.add_symlink(there, entry.symlink_target)
+                    elif entry.type is FileType.FILE:
+                        plain.append((there, entry))
+                    else:
+                        writer.skip(there, "a special file")
+                waiting.extend(reversed(below))
+                await self._download_files(root, parts, plain, writer, bound)
+        return writer.report
+
+    async def _download_files(
+        self,
+        root: str,
+        folder: tuple[str, ...],
+        plain: list[tuple[tuple[str, ...], EntryInfo]],
+        writer: TreeWriter,
+        bound: int,
+    ) -> None:
+        report = writer.report
+        if not plain:
+            return
+        parent = writer.open_directory(folder)
+
+        async def receive(parts: tuple[str, ...], entry: EntryInfo) -> None:
+            # Counted from what really arrives, never from the size that the guest claims.
+            left = bound - report.bytes
+            target = writer.open_file(parts, parent)
+            if target is None:
+                return
+            try:
+                size = await self._receive(
+                    posixpath.join(root, *parts), target, left, bool(entry.mode & stat.S_IXUSR)
+                )
+            except LimitExceededError:
+                raise _too_much("max_bytes", bound, report) from None
+            except SandboxDeadError:
+                raise
+            except (
+                PermissionDeniedError,
+                NotFoundError,
+                FileConflictError,
+                FileOperationError,
+                TransferError,
+            ) as error:
+                _skip(report, parts, error)
+                return
+            report.files += 1
+            report.bytes += size
+            if report.bytes > bound:
+                raise _too_much("max_bytes", bound, report)
+
+        try:
+            for parts, entry in plain:
+                await receive(parts, entry)
+        finally:
+            os.close(parent)
+
+
+def _local(path: Any) -> str:
+    return check_path(path, "local")
+
+
+def _pieces(descriptor: int) -> Iterator[bytes]:
+    while piece := os.read(descriptor, CHUNK):
+        yield piece
+
+
+def _close(descriptor: int) -> None:
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass
+
+
+def _skip(report: TransferReport, parts: tuple[str, ...], error: SandboxError) -> None:
+    report.skipped.append(SkippedEntry("/".join(parts), error.message))
+
+
+def _too_much(name: str, value: int, report: TransferReport) -> LimitExceededError:
+    error = LimitExceededError(
+        f"the directory holds more than {name}={value}; {report.files} files were written",
+        hint=f"pass a larger {name}, or download a part of it",
+        limit=name,
+        value=value,
+    )
+    return error
