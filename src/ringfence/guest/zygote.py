@@ -52,10 +52,10 @@ class Zygote:
         ruleset = -1
         if landlock.abi() >= 6:
             ruleset = landlock.scopes_ruleset()
-        program = seccomp.Program(
-            filters.guest_filter(os.uname().machine, single_uid=self.settings["single"], watched_memory=self.settings["watched_memory"])
+        program = filters.guest_filter(
+            single_uid=self.settings["single"], watched_memory=self.settings["watched_memory"]
         )
-        return confine.Prepared(program.install, ruleset, confine.Masks())
+        return confine.Prepared(lambda: seccomp.install(program), ruleset, confine.Masks())
 
     def serve(self) -> None:
         """Answer the launcher until it goes away."""

@@ -122,6 +122,7 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "cwd": _path, "host_name": _text(_HOST), "prefork": _boolean,
     },
     "kill": {"id": _text(_ID), "reason": _text(_ID)},
+    "expire": {"id": _text(_ID), "seconds": _number(0, 10 * 365 * 86400), "fresh": _boolean},
     "freeze": {"id": _text(_ID)},
     "thaw": {"id": _text(_ID)},
     "stats": {"id": _text(_ID)},

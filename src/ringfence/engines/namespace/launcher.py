@@ -66,7 +66,7 @@ class Cell:
         self.pid = 0
         self.reason = ""
         self.failure: dict[str, Any] | None = None
-        self.deadline = time.monotonic() + limits["max_age"]
+        self.latest = self.deadline = time.monotonic() + limits["max_age"]
         self.waiters: list[int] = []
         self.watch: memory_watch.MemoryWatch | None = None
         self.watched_kills = 0
@@ -361,6 +361,17 @@ class Launcher:
         cell.waiters.append(request["number"])
         self._kill(cell, request["reason"])
         return None
+
+    def _do_expire(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Move a sandbox's end, never beyond its `max_age`. Its age counts from when it was handed out."""
+        cell = self.cells.get(request["id"])
+        if cell is None:
+            raise grammar.GrammarError("no such sandbox")
+        now = time.monotonic()
+        if request["fresh"]:
+            cell.latest = now + cell.limits["max_age"]
+        cell.deadline = min(now + request["seconds"], cell.latest)
+        return {}
 
     def _do_freeze(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         cell = self._freezable(request)

@@ -1,0 +1,153 @@
+"""The namespace engine: what it can hold here, and how a spec becomes a request to its launcher.
+
+Guards against a policy that is accepted and then not held: whatever a spec asks for that this engine cannot
+enforce is refused here, before anything is started, with the name of the missing primitive and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ringfence.engines.base import LEVELS, CellSpec, Probe
+from ringfence.errors import EnforcementError, InvalidArgumentError
+
+NAME = "namespace"
+LEVEL = "namespace"
+
+TEMPLATES: dict[str, list[str] | None] = {
+    "plain": None,
+    "base": [],
+    "data": ["numpy", "pandas", "matplotlib", "matplotlib.pyplot", "e2b_charts"],
+}
+"""Template -> modules its zygote imports ahead; None: no Python kernel, commands and files only."""
+
+BASE_ENVIRONMENT = {
+    "PATH": "/opt/env/bin:/opt/python/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games",
+    "HOME": "/home/user",
+    "USER": "user",
+    "LOGNAME": "user",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "TMPDIR": "/tmp",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
+
+
+def check(spec: CellSpec) -> None:
+    """Refuse what this engine does not hold. Raises EnforcementError or InvalidArgumentError."""
+    if spec.template not in TEMPLATES:
+        raise InvalidArgumentError(
+            f"there is no template {spec.template!r}", hint="choose one of: " + ", ".join(sorted(TEMPLATES))
+        )
+    if spec.at_least not in LEVELS or LEVELS.index(spec.at_least) > LEVELS.index(LEVEL):
+        raise EnforcementError(
+            f"the policy demands isolation of at least {spec.at_least!r}; the namespace engine gives {LEVEL!r}",
+            hint="choose an engine of that level, or lower isolation.at_least in the policy",
+            primitive="isolation level",
+        )
+    if spec.network != "none" or spec.network_allow or spec.network_inject:
+        raise EnforcementError(
+            "the policy allows network access, which needs the network gateway, and there is none yet",
+            hint="use a policy without network rules: a sandbox then has a private loopback only",
+            primitive="network gateway",
+        )
+    if spec.root:
+        raise EnforcementError(
+            "the policy asks for root inside, which this version does not hold yet",
+            hint="leave `root` out of the policy",
+            primitive="root",
+        )
+    if spec.workspace is not None or spec.read_only:
+        raise EnforcementError(
+            "the policy lends directories of the host, which this version does not hold yet",
+            hint="copy files in with `sandbox.files`, or leave `filesystem` out of the policy",
+            primitive="host directories",
+        )
+
+
+def template_request(name: str) -> dict[str, Any]:
+    """The launcher's request for the zygote of template `name`; builds its environment when there is none."""
+    from ringfence.node import environments  # imported late: engines stand below the node
+
+    python = environments.interpreter()
+    sources = {"ringfence": environments.guest_library_directory()}
+    if python.prefix_outside is not None:
+        sources["python"] = python.prefix_outside
+    modules = TEMPLATES[name]
+    if modules is not None:
+        sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
+    return {
+        "do": "template",
+        "name": name,
+        "sources": sources,
+        "python": python.executable_inside if modules is None else environments.ENVIRONMENT_INSIDE + "/bin/python3",
+        "library": python.library_path,
+        "modules": modules,
+        "isolated": modules is None,
+        "masks": list(python.masks),
+    }
+
+
+def create_request(identifier: str, spec: CellSpec, library: str | None, prefork: bool) -> dict[str, Any]:
+    """The launcher's request for one sandbox of `spec`."""
+    limits = spec.limits
+    environment = {**BASE_ENVIRONMENT, **spec.envs}
+    if library:
+        environment.setdefault("LD_LIBRARY_PATH", library)
+    return {
+        "do": "create",
+        "id": identifier,
+        "template": spec.template,
+        "limits": {
+            "memory": limits.memory,
+            "cpus": limits.cpus,
+            "pids": limits.pids,
+            "disk": limits.disk,
+            "tmp": limits.tmp,
+            "file_size": limits.file_size,
+            "open_files": limits.open_files,
+            "max_age": limits.max_age,
+            "required": limits.required,
+        },
+        "environment": environment,
+        "cwd": spec.cwd,
+        "host_name": spec.host_name,
+        "prefork": prefork,
+    }
+
+
+def probe() -> Probe:
+    """What this machine offers, by looking; `ringfence doctor` and `selfcheck` try it for real."""
+    from ringfence.engines.namespace import identifiers
+    from ringfence.linux import cgroups, landlock
+
+    report = cgroups.report(cgroups.detect(), memory=1, pids=1, cpus=1)
+    why, hint = "", ""
+    maximum = _read_number("/proc/sys/user/max_user_namespaces")
+    works = os.path.exists("/proc/self/ns/user") and maximum != 0
+    if not works:
+        why, hint = "user namespaces are switched off", "set the sysctl user.max_user_namespaces, or run as root"
+    elif os.geteuid() != 0 and _read_number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
+        works, why = False, "unprivileged user namespaces are switched off"
+        hint = "sysctl -w kernel.unprivileged_userns_clone=1"
+    elif os.geteuid() != 0 and _read_number("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == 1:
+        why = "AppArmor restricts unprivileged user namespaces"
+        hint = "add an AppArmor profile with `userns,` for this Python, or set kernel.apparmor_restrict_unprivileged_userns=0"
+    ids = "ranges" if os.geteuid() == 0 else (
+        "subids" if identifiers.subordinate_range("/etc/subuid") and identifiers.newidmap_works() else "single"
+    )  # fmt: skip
+    return Probe(
+        engine=NAME, works=works, level=LEVEL, why=why, hint=hint,
+        capabilities={"limits": report, "ids": ids, "landlock": landlock.abi()},
+    )  # fmt: skip
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
