@@ -198,15 +198,17 @@ def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
 
 def _drop(request: dict) -> None:
     """Leave the agent the three capabilities it works with, and its children none at all."""
-    capabilities.drop_bounding()
+    capabilities.drop_bounding_set()
+    capabilities.clear_ambient()
     if request["single"]:
-        capabilities.set_all(0)
+        capabilities.set_capabilities()
     else:
         agent = request["agent_id"]
         os.setgroups([])
         os.setresgid(agent, agent, agent)
         os.setresuid(agent, agent, agent)
-        capabilities.set_all(capabilities.mask("CAP_SETUID", "CAP_SETGID", "CAP_KILL"))
+        kept = capabilities.mask("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+        capabilities.set_capabilities(effective=kept, permitted=kept)
     prctl(PR_SET_DUMPABLE, 0)
 
 

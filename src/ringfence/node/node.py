@@ -305,7 +305,7 @@ class Node:
                 pending.set_exception(refusal(message))
 
         try:
-            launcher.ask(engine.template_request(name), answered)
+            launcher.ask(_template_request(name), answered)
         except BaseException as error:
             pending.set_exception(error)
         return pending
@@ -515,6 +515,23 @@ class _Keeper:
     def _pooled(self, handle: Handle) -> bool:
         node = self._node()
         return node is not None and any(handle in pool.waiting() for pool in list(node._pools.values()))
+
+
+def _template_request(name: str) -> dict[str, Any]:
+    """The launcher's request for a template; builds its package environment when there is none yet."""
+    from ringfence.node import environments
+
+    python = environments.interpreter()
+    sources = {"ringfence": environments.guest_library_directory()}
+    if python.prefix_outside is not None:
+        sources["python"] = python.prefix_outside
+    executable = python.executable_inside
+    if engine.TEMPLATES[name] is not None:
+        sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
+        executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
+    return engine.template_request(
+        name, python=executable, sources=sources, library=python.library_path, masks=python.masks
+    )
 
 
 def _pool_key(spec: CellSpec) -> Any:

@@ -68,26 +68,23 @@ def check(spec: CellSpec) -> None:
         )
 
 
-def template_request(name: str) -> dict[str, Any]:
-    """The launcher's request for the zygote of template `name`; builds its environment when there is none."""
-    from ringfence.node import environments  # imported late: engines stand below the node
+def template_request(
+    name: str, *, python: str, sources: dict[str, str], library: str | None, masks: tuple[str, ...]
+) -> dict[str, Any]:
+    """The launcher's request for the zygote of template `name`.
 
-    python = environments.interpreter()
-    sources = {"ringfence": environments.guest_library_directory()}
-    if python.prefix_outside is not None:
-        sources["python"] = python.prefix_outside
-    modules = TEMPLATES[name]
-    if modules is not None:
-        sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
+    `python` is the interpreter's path inside, `sources` the host directories for `/opt`, `library` what
+    LD_LIBRARY_PATH must be, `masks` the directories inside that are to be covered.
+    """
     return {
         "do": "template",
         "name": name,
         "sources": sources,
-        "python": python.executable_inside if modules is None else environments.ENVIRONMENT_INSIDE + "/bin/python3",
-        "library": python.library_path,
-        "modules": modules,
-        "isolated": modules is None,
-        "masks": list(python.masks),
+        "python": python,
+        "library": library,
+        "modules": TEMPLATES[name],
+        "isolated": TEMPLATES[name] is None,
+        "masks": list(masks),
     }
 
 
