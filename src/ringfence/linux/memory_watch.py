@@ -43,12 +43,13 @@ def _read_at(directory: int, name: str) -> bytes:
 
 
 def _kilobytes(text: bytes, names) -> dict:
-    """{name: bytes} of "Name:   123 kB" lines."""
+    """{name: bytes} of "Name:   123 kB" lines. Searched, not split: this runs for every process at every look."""
     found = {}
-    for line in text.split(b"\n"):
-        words = line.split()
-        if len(words) == 3 and words[0] in names:
-            found[words[0]] = int(words[1]) * 1024
+    for name in names:
+        start = text.find(b"\n" + name)
+        if start >= 0:
+            start += len(name) + 1
+            found[name] = int(text[start : text.index(b"kB", start)]) * 1024
     return found
 
 
@@ -140,10 +141,14 @@ class MemoryWatch:
         self._not_before = 0.0
 
     def over(self) -> bool:
-        """Look once; True when the limit has been passed in `CONFIRMATIONS` looks in a row."""
+        """Look once; True when the limit has been passed in `CONFIRMATIONS` looks in a row.
+
+        Raises OSError when /proc cannot be read though it is there: a limit that is not watched must not pass
+        for one that holds, so the caller kills the sandbox.
+        """
         try:
             self.last = self._look()
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False  # the pid namespace is gone: nothing is left that could hold memory
         self.peak = max(self.peak, self.last.bytes)
         self._over = self._over + 1 if self.last.bytes > self.limit else 0
