@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringfence.engines.base import CellSpec, Enforced
-from ringfence.engines.namespace import engine
+from ringfence.engines.namespace import engine as namespace_engine
 from ringfence.engines.namespace.client import Launcher, refusal
 from ringfence.errors import EngineError, InvalidArgumentError, RingfenceError, SandboxDeadError
 from ringfence.stream.connection import Connection, Reactor, socket_pair
@@ -49,8 +49,8 @@ def death(reason: str, stats: dict[str, Any] | None = None) -> SandboxDeadError:
 class Handle:
     """One running sandbox (see stream.cell.CellHandle for what each member means)."""
 
-    engine = engine.NAME
-    level = engine.LEVEL
+    engine = namespace_engine.NAME
+    level = namespace_engine.LEVEL
 
     def __init__(self, node: Node, identifier: str, spec: CellSpec):
         self._node = node
@@ -316,7 +316,7 @@ class Node:
         Raises EnforcementError when the policy cannot be held here (nothing is started), EngineError when the
         engine failed.
         """
-        engine.check(spec)
+        namespace_engine.check(spec)
         pool = self._pools.get(_pool_key(spec)) if self._pools else None
         if pool is not None:
             handle = pool.take()
@@ -338,7 +338,7 @@ class Node:
             launcher = self.launcher()
             handle.connection = Connection(ours, self._reactor, handle.stream_ended)
             launcher.ask(
-                engine.create_request(handle.id, spec, self._library, prefork), created.set_result, [theirs.fileno()]
+                namespace_engine.create_request(handle.id, spec, self._library, prefork), created.set_result, [theirs.fileno()]
             )
         except BaseException:
             self._handles.pop(handle.id, None)
@@ -377,7 +377,7 @@ class Node:
 
     def prewarm(self, spec: CellSpec, count: int) -> Pool:
         """Keep `count` sandboxes of this spec ready, each used once. 0 empties the pool."""
-        engine.check(spec)
+        namespace_engine.check(spec)
         key = _pool_key(spec)
         with self._lock:
             pool = self._pools.get(key)
@@ -526,10 +526,10 @@ def _template_request(name: str) -> dict[str, Any]:
     if python.prefix_outside is not None:
         sources["python"] = python.prefix_outside
     executable = python.executable_inside
-    if engine.TEMPLATES[name] is not None:
+    if namespace_engine.TEMPLATES[name] is not None:
         sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
         executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
-    return engine.template_request(
+    return namespace_engine.template_request(
         name, python=executable, sources=sources, library=python.library_path, masks=python.masks
     )
 

@@ -102,6 +102,7 @@ class Launcher:
         self.zygote_groups: list[Any] = []
         self.closing = False
         self.refill_due = False
+        self.sweep_due = bool(self.hierarchy.trees)  # groups of earlier lives, once, when there is nothing to do
         self.next_watch = 0.0
 
     # The loop ------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Launcher:
             self._shut_down()
 
     def _patience(self) -> float:
-        if self.refill_due or self.dying_groups:
+        if self.refill_due or self.dying_groups or self.sweep_due:
             return 0.002
         due = min((cell.deadline for cell in self.cells.values()), default=_NEVER)
         if self._watched():
@@ -157,6 +158,9 @@ class Launcher:
         self.dying_groups = [group for group in self.dying_groups if not group.remove()]
         if self.refill_due and self.pool is not None:
             self.refill_due = self.pool.refill(1) > 0
+        elif self.sweep_due:
+            self.sweep_due = False
+            cgroups.sweep(self.hierarchy, timeout=0.2)
 
     # Requests ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ Runs in a child of the launcher, before the zygote is executed. Standard library
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -65,6 +66,9 @@ class TemplateRoot:
         previous = os.open(".", os.O_PATH | os.O_CLOEXEC)
         directory = os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            state = os.fstat(directory)
+            if state.st_uid not in (0, os.getuid()) or state.st_mode & 0o002:
+                raise PermissionError(errno.EPERM, "belongs to someone else or may be written by anyone", source)
             os.fchdir(directory)
             return mounts.new_filesystem("overlay", GUARDED, lowerdir=f".:/proc/self/fd/{empty}")
         finally:
