@@ -44,10 +44,11 @@ class FakeV2:
         os.mkdir(self.root)
         self.refuse = {}  # path ending -> errno
         self.writes = []
+        self.delegated = set()  # directories that systemd marked
         self.put(self.root, "cgroup.procs", "")
         self.put(self.root, "cgroup.subtree_control", "")
         self.put(self.root, "cgroup.controllers", " ".join(controllers))
-        self.mountinfo = "30 20 0:26 / %s rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n" % self.root
+        self.mountinfo = f"30 20 0:26 / {self.root} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
         (self.proc / "self" / "mountinfo").write_text(self.mountinfo)
         self.own("/")
 
@@ -78,7 +79,10 @@ class FakeV2:
     def mkdir(self, path):
         os.mkdir(path)
         handed = set()
-        with contextlib.suppress(FileNotFoundError), open(os.path.dirname(path) + "/cgroup.subtree_control") as stream:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(os.path.dirname(path) + "/cgroup.subtree_control") as stream,
+        ):
             handed = set(stream.read().split())
         self.put(path, "cgroup.procs", "")
         self.put(path, "cgroup.subtree_control", "")
@@ -170,7 +174,6 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_rmdir", tree.rmdir)
     monkeypatch.setattr(cgroups, "_write", tree.write)
     monkeypatch.setattr(cgroups, "_systemd_delegated", lambda path: path in tree.delegated)
-    tree.delegated = set()
     return tree
 
 
@@ -335,7 +338,11 @@ def test_no_cgroup_mount_at_all(tmp_path):
     hierarchy = cgroups.detect(str(tmp_path), str(tmp_path))
     assert hierarchy.kind == "none" and hierarchy.trees == []
     report = cgroups.report(hierarchy, memory=1, pids=1, cpus=1, kernel=(6, 1))
-    assert {name: row[0] for name, row in report.items()} == {"memory": "watched", "pids": "hard", "cpus": "none"}
+    assert {name: row[0] for name, row in report.items()} == {
+        "memory": "watched",
+        "pids": "hard",
+        "cpus": "none",
+    }
     assert cgroups.report(hierarchy, pids=1, kernel=(5, 13))["pids"][0] == "none"
     assert all(row[1] for row in report.values())
 
@@ -413,8 +420,8 @@ def test_a_busy_group_is_not_removed_until_it_is_free(fake):
 def test_the_sweep_takes_only_groups_of_dead_owners(fake):
     hierarchy = fake.detect(uid=os.geteuid())
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    dead = "owner-%d-%d-%d" % (os.getpid(), 1, namespace)  # our pid, but not our start time
-    elsewhere = "owner-%d-%d-%d" % (os.getpid(), 1, 17)  # another pid namespace: cannot be judged
+    dead = f"owner-{os.getpid()}-1-{namespace}"  # our pid, but not our start time
+    elsewhere = f"owner-{os.getpid()}-1-17"  # another pid namespace: cannot be judged
     for tag in (dead, elsewhere, "mine-by-hand"):
         fake.group("/ringfence/" + tag + "/1")
     with cgroups.GroupPool(hierarchy) as pool:
@@ -428,7 +435,7 @@ def test_the_sweep_takes_only_groups_of_dead_owners(fake):
 
 def test_the_sweep_finds_leftovers_below_groups_it_would_not_use_itself(fake):
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    tag = "owner-%d-1-%d" % (os.getpid(), namespace)
+    tag = f"owner-{os.getpid()}-1-{namespace}"
     fake.group("/user.slice/old-session/ringfence/" + tag)
     hierarchy = fake.detect(uid=os.geteuid())
     assert cgroups.leftovers(hierarchy) == []
@@ -439,12 +446,16 @@ def test_the_sweep_finds_leftovers_below_groups_it_would_not_use_itself(fake):
 
 def test_owner_tags_tell_a_reused_pid():
     tag = cgroups.owner_tag()
-    pid, start, namespace = cgroups.parse_tag(tag)
+    parsed = cgroups.parse_tag(tag)
+    assert parsed is not None
+    pid, start, namespace = parsed
     assert pid == os.getpid() and cgroups.owner_alive(tag)
-    assert not cgroups.owner_alive("owner-%d-%d-%d" % (pid, start + 1, namespace))
+    assert not cgroups.owner_alive(f"owner-{pid}-{start + 1}-{namespace}")
 
 
-@pytest.mark.parametrize("name", ["owner", "owner-1-2", "owner-1-2-x", "owner--1-2-3", "x-1-2-3", "owner-1-2-3-4", "owner-١-2-3"])
+@pytest.mark.parametrize(
+    "name", ["owner", "owner-1-2", "owner-1-2-x", "owner--1-2-3", "x-1-2-3", "owner-1-2-3-4", "owner-١-2-3"]
+)
 def test_other_names_are_not_owners(name):
     assert cgroups.parse_tag(name) is None
     assert cgroups.owner_alive(name)  # never swept
@@ -592,7 +603,7 @@ def test_limits_can_change_while_it_runs_both_ways(pool):
 
 
 def state_of(pid):
-    with open("/proc/%d/stat" % pid) as stream:
+    with open(f"/proc/{pid}/stat") as stream:
         return stream.read().rsplit(")", 1)[1].split()
 
 
@@ -625,7 +636,9 @@ def test_kill_ends_every_descendant_also_those_of_other_sessions(pool):
                 os.setsid()
                 if os.fork():
                     os._exit(0)
-                signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+                signal.pthread_sigmask(
+                    signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
+                )
                 sleep()
         sleep()
 
@@ -670,6 +683,23 @@ def test_a_child_without_privilege_joins_through_the_descriptors(pool):
         return 4
 
     assert result(join_as_nobody, None) == 3
+
+
+def test_a_child_in_its_own_user_namespace_joins_through_the_descriptors(pool):
+    """As a sandbox does: its zygote was started in an outer user namespace."""
+    group = pool.take(pids=5)
+
+    def join_from_inside():
+        descriptors = group.procs_fds()
+        if ctypes.PyDLL(None).unshare(0x10000000) != 0:  # CLONE_NEWUSER
+            return 77
+        cgroups.attach(descriptors)
+        return fork_ten()
+
+    code = result(join_from_inside)
+    if code == 77:
+        pytest.skip("user namespaces cannot be made here")
+    assert code == 100
 
 
 def test_groups_lie_below_the_own_group_so_that_its_limits_bind_too(real):
@@ -718,7 +748,7 @@ def test_groups_of_a_killed_owner_are_found_and_removed(real):
     assert len(found) == len(real.trees)
     assert sorted(cgroups.sweep(real, prefix)) == found
     assert cgroups.leftovers(real, prefix) == []
-    wait_until(lambda: not os.path.exists("/proc/%d" % orphan) or state_of(orphan)[0] == "Z")
+    wait_until(lambda: not os.path.exists(f"/proc/{orphan}") or state_of(orphan)[0] == "Z")
 
 
 # -- the real thing: v2's core -----------------------------------------------------------------------------------
@@ -727,7 +757,9 @@ def test_groups_of_a_killed_owner_are_found_and_removed(real):
 @pytest.fixture
 def core(real):
     """A pool on the v2 tree alone (freeze, kill, events; controllers where they are not on v1)."""
-    mount = next((mount for mount in cgroups._cgroup_mounts("/proc", "/sys/fs/cgroup") if mount.version == 2), None)
+    mount = next(
+        (mount for mount in cgroups._cgroup_mounts("/proc", "/sys/fs/cgroup") if mount.version == 2), None
+    )
     if mount is None:
         pytest.skip("no cgroup v2 tree is mounted here")
     parent = mount.directory(cgroups._own_groups("/proc").get(""))

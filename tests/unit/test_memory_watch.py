@@ -116,7 +116,8 @@ def fake_process(directory, pid, anonymous, share=None):
     """A /proc/PID as plain files; `share` None leaves smaps_rollup out of reach."""
     folder = directory / str(pid)
     folder.mkdir(exist_ok=True)
-    status = "Name:\tpython3\nVmPTE:\t0 kB\nVmSwap:\t0 kB\nRssAnon:\t%d kB\nRssShmem:\t0 kB\n" % (anonymous // 1024)
+    sizes = f"RssAnon:\t{anonymous // 1024} kB\nRssShmem:\t0 kB\n"
+    status = "Name:\tpython3\nVmPTE:\t0 kB\nVmSwap:\t0 kB\n" + sizes
     (folder / "status").write_text(status)
     if share is not None:
         text = "0-1 ---p 00000000 00:00 0 [rollup]\nPss_Anon: %d kB\nPss_Shmem: 0 kB\nSwapPss: 0 kB\n"

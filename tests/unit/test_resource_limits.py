@@ -19,7 +19,7 @@ def in_child(function):
     if pid == 0:
         try:
             os.write(writer, json.dumps(function()).encode())
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - the parent shows whatever it was
             os.write(writer, json.dumps({"raised": repr(error)}).encode())
         finally:
             os._exit(0)
@@ -31,7 +31,7 @@ def in_child(function):
 
 
 def table(**changes):
-    values = dict(pids=100, open_files=64, file_size=4096)
+    values: dict = {"pids": 100, "open_files": 64, "file_size": 4096}
     values.update(changes)
     return resource_limits.for_policy(**values)
 

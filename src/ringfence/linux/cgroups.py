@@ -147,7 +147,7 @@ def _words(path: str) -> set:
 class Tree:
     """One hierarchy that a sandbox joins: where our folder goes and what it limits there."""
 
-    __slots__ = ("version", "mount", "parent", "controllers", "move", "stepped_over")
+    __slots__ = ("controllers", "mount", "move", "parent", "stepped_over", "version")
 
     def __init__(self, version, mount, parent, controllers=(), move=(), stepped_over=()):
         self.version = version  # 1 or 2
@@ -170,7 +170,7 @@ class Tree:
 class Place:
     """Where one controller lives and whether it can be used."""
 
-    __slots__ = ("controller", "tree", "reason", "hint")
+    __slots__ = ("controller", "hint", "reason", "tree")
 
     def __init__(self, controller, tree, reason="", hint=""):
         self.controller = controller
@@ -196,7 +196,7 @@ class Place:
 class Hierarchy:
     """What `detect` found. `kind` is "v2", "v1", "hybrid" or "none"; `trees` are what a sandbox joins."""
 
-    __slots__ = ("kind", "places", "trees", "mounts", "uid")
+    __slots__ = ("kind", "mounts", "places", "trees", "uid")
 
     def __init__(self, kind, places, trees, mounts, uid):
         self.kind = kind
@@ -223,7 +223,7 @@ class Hierarchy:
 
 
 class _Mount:
-    __slots__ = ("version", "point", "root", "options", "read_only")
+    __slots__ = ("options", "point", "read_only", "root", "version")
 
     def __init__(self, version, point, root, options, read_only):
         self.version, self.point, self.root = version, point, root
@@ -350,14 +350,14 @@ def _v1_place(name, mount, path, uid, trees, access) -> Place:
         return Place(
             name,
             None,
-            "this process's " + name + " group (" + str(path) + ") is outside what is mounted at " + mount.point,
+            f"this process's {name} group ({path}) is outside what is mounted at {mount.point}",
             "run outside the container, or give the container its own cgroup namespace",
         )
     if mount.read_only or not access(directory, os.W_OK | os.X_OK):
         return Place(
             name,
             None,
-            "no group can be made in " + directory + (" (read-only)" if mount.read_only else " as uid " + str(uid)),
+            f"no group can be made in {directory} " + ("(read-only)" if mount.read_only else f"as uid {uid}"),
             "run as root, or have an administrator start the program in a v1 group that belongs to this user",
         )
     tree = trees.get(mount.point)
@@ -437,7 +437,9 @@ def _choose_v2(mount, path, uid, wanted, may_move, access):
             strangers = members - may_move
             if strangers:
                 shown = ", ".join(str(pid) for pid in sorted(strangers)[:5])
-                blocked = "other processes are in " + own + " (" + shown + "), and v2 groups are either full or shared out"
+                blocked = (
+                    f"other processes are in {own} ({shown}); a v2 group with processes shares nothing out"
+                )
             else:
                 consider(own, sorted(members), ())
         elif not own_is_open:
@@ -458,10 +460,11 @@ def _choose_v2(mount, path, uid, wanted, may_move, access):
             tree = max(usable, key=lambda candidate: candidate[:2])[2]
             for name in existing:
                 if name not in tree.controllers:
-                    reasons[name] = ("the " + name + " controller is not handed down to " + tree.parent, CPU_DELEGATION_REMEDY)
+                    why = f"the {name} controller is not handed down to {tree.parent}"
+                    reasons[name] = (why, CPU_DELEGATION_REMEDY)
             return tree, reasons
         for name in existing:
-            reasons[name] = (blocked or "no group above " + own + " can be written by uid " + str(uid), SYSTEMD_REMEDY)
+            reasons[name] = (blocked or f"no group above {own} can be written by uid {uid}", SYSTEMD_REMEDY)
 
     # No controller to hand out: a plain child of our own group still freezes, kills and counts processor time.
     if access(own, os.W_OK | os.X_OK) and access(own + "/cgroup.procs", os.W_OK):
@@ -492,7 +495,12 @@ def owner_tag(pid=None) -> str:
 def parse_tag(tag: str):
     """(pid, start time, pid namespace), or None for a name that is not an owner's."""
     words = tag.split("-")
-    if len(words) != 4 or words[0] != "owner" or not all(word.isascii() and word.isdigit() for word in words[1:]):
+    numbers = words[1:]
+    if (
+        words[0] != "owner"
+        or len(numbers) != 3
+        or not all(word.isascii() and word.isdigit() for word in numbers)
+    ):
         return None
     return int(words[1]), int(words[2]), int(words[3])
 
@@ -589,7 +597,8 @@ class Group:
         wanted = (memory, pids, cpus)
         if wanted == self._limits:
             return
-        for name, value, setter in zip(CONTROLLERS, wanted, (self._set_memory, self._set_pids, self._set_cpus)):
+        setters = (self._set_memory, self._set_pids, self._set_cpus)
+        for name, value, setter in zip(CONTROLLERS, wanted, setters):
             if value is None:
                 continue
             if name not in self._directory:
@@ -600,11 +609,10 @@ class Group:
             except CgroupError:
                 raise
             except OSError as error:
-                raise CgroupError(
-                    "the kernel refused the " + name + " limit " + str(value) + ": " + str(error.strerror),
-                    "a running sandbox cannot be limited below what it already uses" if error.errno == errno.EBUSY else "",
-                    error.errno or 0,
-                ) from error
+                message = f"the kernel refused the {name} limit {value}: {error.strerror}"
+                busy = error.errno == errno.EBUSY
+                hint = "a running sandbox cannot be limited below what it already uses" if busy else ""
+                raise CgroupError(message, hint, error.errno or 0) from error
         self._limits = tuple(new if new is not None else old for new, old in zip(wanted, self._limits))
 
     def _set_memory(self, version, directory, value):
@@ -643,7 +651,7 @@ class Group:
         self._confirm(directory + "/pids.max", int(value), 0)
 
     def _set_cpus(self, version, directory, value):
-        quota = max(CPU_QUOTA_MINIMUM, int(round(value * CPU_PERIOD)))
+        quota = max(CPU_QUOTA_MINIMUM, round(value * CPU_PERIOD))
         if version == 2:
             _write(directory + "/cpu.max", str(quota) + " " + str(CPU_PERIOD))
             if _read(directory + "/cpu.max").split() != [str(quota), str(CPU_PERIOD)]:
@@ -669,13 +677,17 @@ class Group:
 
     def stats(self) -> dict:
         """memory and memory_peak (bytes), cpu_seconds, pids, oom_kills, throttled (seconds); None = unknown here."""
-        result = {"memory": None, "memory_peak": None, "cpu_seconds": None}
-        result.update({"pids": None, "oom_kills": self.oom_kills(), "throttled": None})
+        result: dict = dict.fromkeys(
+            ("memory", "memory_peak", "cpu_seconds", "pids", "oom_kills", "throttled")
+        )
+        result["oom_kills"] = self.oom_kills()
         if "memory" in self._directory:
             version, directory = self._directory["memory"]
-            names = ("memory.current", "memory.peak") if version == 2 else ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
-            result["memory"] = _number(directory + "/" + names[0])
-            result["memory_peak"] = _number(directory + "/" + names[1])
+            current, peak = "memory.current", "memory.peak"
+            if version == 1:
+                current, peak = "memory.usage_in_bytes", "memory.max_usage_in_bytes"
+            result["memory"] = _number(directory + "/" + current)
+            result["memory_peak"] = _number(directory + "/" + peak)
         if "pids" in self._directory:
             result["pids"] = _number(self._directory["pids"][1] + "/pids.current")
         if "cpu" in self._directory:
@@ -698,7 +710,8 @@ class Group:
         if "memory" not in self._directory:
             return None
         version, directory = self._directory["memory"]
-        return _table(directory + ("/memory.events" if version == 2 else "/memory.oom_control")).get("oom_kill")
+        name = "/memory.events" if version == 2 else "/memory.oom_control"
+        return _table(directory + name).get("oom_kill")
 
     def pids(self) -> set:
         """Every process id in any of the directories (0: one that our pid namespace cannot see)."""
@@ -765,7 +778,8 @@ class Group:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                poller.poll(min(left, 0.05) * 1000)  # re-read now and then: a missed wake-up costs 50 ms, not all
+                # Looks again now and then, so that a missed wake-up costs 50 ms and not the whole time.
+                poller.poll(min(left, 0.05) * 1000)
             return True
         finally:
             os.close(events)
@@ -846,7 +860,7 @@ def _remove_directory(directory: str) -> bool:
     except OSError as error:
         if error.errno in (errno.EBUSY, errno.ENOTEMPTY, errno.EAGAIN):
             return False
-        raise CgroupError("cannot remove " + directory + ": " + str(error.strerror), "", error.errno or 0) from error
+        raise CgroupError(f"cannot remove {directory}: {error.strerror}", "", error.errno or 0) from error
     return True
 
 
@@ -855,7 +869,9 @@ def _swap_in_use() -> bool:
 
 
 def _no_swap_accounting() -> CgroupError:
-    message = "the memory limit would not hold: this machine swaps and its kernel does not account swap per group"
+    message = (
+        "the memory limit would not hold: this machine swaps, and its kernel does not count swap by group"
+    )
     return CgroupError(message, "boot with `swapaccount=1`, or turn swap off")
 
 
@@ -878,7 +894,9 @@ class GroupPool:
     the same ones writes nothing. Raises CgroupError when the folders cannot be made.
     """
 
-    def __init__(self, hierarchy, prefix="ringfence", owner_name=None, size=8, memory=None, pids=None, cpus=None):
+    def __init__(
+        self, hierarchy, prefix="ringfence", owner_name=None, size=8, memory=None, pids=None, cpus=None
+    ):
         self.hierarchy = hierarchy
         self.prefix = prefix
         self.owner_name = owner_name or owner_tag()
@@ -911,7 +929,7 @@ class GroupPool:
                 _mkdir(base)
             except FileExistsError:
                 pass
-            if tree.version == 1 and "memory" in tree.controllers and _number(base + "/memory.use_hierarchy") == 0:
+            if tree.version == 1 and _number(base + "/memory.use_hierarchy") == 0:
                 try:
                     _write(base + "/memory.use_hierarchy", "1")  # before 5.11: limits above must bind below
                 except OSError:
@@ -1073,7 +1091,7 @@ def _enable(directory: str, controllers) -> None:
             raise
         except OSError as error:
             hint = "a process is inside " + directory if error.errno == errno.EBUSY else SYSTEMD_REMEDY
-            message = "cannot hand the " + name + " controller down from " + directory + ": " + str(error.strerror)
+            message = f"cannot hand the {name} controller down from {directory}: {error.strerror}"
             raise CgroupError(message, hint, error.errno or 0) from error
 
 
@@ -1104,8 +1122,8 @@ def report(hierarchy, memory=None, pids=None, cpus=None, kernel=None) -> dict:
         if place.usable:
             result[name] = ("hard", place.reason, "")
         elif name == "memory":
-            reason = "measured every 50 ms and killed when over, RLIMIT_DATA per process; no cgroup: " + place.reason
-            result[name] = ("watched", reason, place.hint)
+            how = "measured every 50 ms and killed when over, RLIMIT_DATA per process; no cgroup: "
+            result[name] = ("watched", how + place.reason, place.hint)
         elif name == "pids" and kernel >= (5, 14):
             # Since 5.14 RLIMIT_NPROC is counted per user namespace, so sandboxes of one uid do not share it.
             reason = "RLIMIT_NPROC counted in the sandbox's own user namespace; no cgroup: " + place.reason

@@ -64,7 +64,7 @@ class Measurement:
         self.processes = processes
 
     def __repr__(self):
-        return "Measurement(%d bytes, exact=%s, %d processes)" % (self.bytes, self.exact, self.processes)
+        return f"Measurement({self.bytes} bytes, exact={self.exact}, {self.processes} processes)"
 
 
 def measure(proc, pids=None, threshold=0, baseline=0) -> Measurement:
@@ -81,9 +81,11 @@ def measure(proc, pids=None, threshold=0, baseline=0) -> Measurement:
             return measure(descriptor, pids, threshold, baseline)
         finally:
             os.close(descriptor)
-    names = [str(pid) for pid in pids] if pids is not None else [name for name in os.listdir(proc) if name.isdigit()]
+    names = os.listdir(proc) if pids is None else [str(pid) for pid in pids]
     cheap, tables = {}, {}
     for name in names:
+        if not name.isdigit():
+            continue
         try:
             found = _kilobytes(_read_at(proc, name + "/status"), _CHEAP)
         except OSError:

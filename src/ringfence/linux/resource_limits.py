@@ -62,7 +62,7 @@ def for_policy(pids, open_files, file_size, memory=None, memory_mode="hard", dat
 class Shortfall:
     """One limit that is not as asked. `stricter` tells a harmless one (lower than asked) from a hole."""
 
-    __slots__ = ("name", "wanted", "got", "reason")
+    __slots__ = ("got", "name", "reason", "wanted")
 
     def __init__(self, name, wanted, got, reason):
         self.name = name
@@ -76,7 +76,7 @@ class Shortfall:
         return self.name != "CORE" and _at_most(self.got[0], self.wanted[0])
 
     def __repr__(self):
-        return "Shortfall(%s: wanted %s, got %s: %s)" % (self.name, self.wanted, self.got, self.reason)
+        return f"Shortfall({self.name}: wanted {self.wanted}, got {self.got}: {self.reason})"
 
 
 def _at_most(left, right) -> bool:
