@@ -107,11 +107,12 @@ def confine(
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         step = "landlock"
         if prepared.landlock >= 0:
-            landlock.restrict(prepared.landlock)
+            landlock.restrict_self(prepared.landlock)
         step = "seccomp"
         prepared.install_filter()
         if prepared.landlock >= 0:
             os.close(prepared.landlock)
+        mapping.close()
     except OSError as error:
         raise ConfinementError(step, error) from error
 
@@ -193,7 +194,6 @@ def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
     mapping.send(b"u")
     if mapping.recv(1) != b"m":
         raise OSError(0, "the id map was not written")
-    mapping.close()
 
 
 def _drop(request: dict) -> None:
@@ -204,11 +204,14 @@ def _drop(request: dict) -> None:
         capabilities.set_capabilities()
     else:
         agent = request["agent_id"]
+        # This process is uid 0 inside now; the kernel would take every capability on the way to another uid.
+        capabilities.set_keep_capabilities(True)
         os.setgroups([])
         os.setresgid(agent, agent, agent)
         os.setresuid(agent, agent, agent)
         kept = capabilities.mask("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
         capabilities.set_capabilities(effective=kept, permitted=kept)
+        capabilities.set_keep_capabilities(False)
     prctl(PR_SET_DUMPABLE, 0)
 
 
