@@ -176,7 +176,11 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(EPERM, "namespaces: a nested one hands out capabilities over kernel code", "unshare setns"),
     Refusal(EPERM, "a second root directory is a way out of the first", "chroot"),
-    Refusal(ENOSYS, "its flags lie in memory, where a filter cannot judge them; libc falls back to clone", "clone3"),
+    Refusal(
+        ENOSYS,
+        "its flags lie in memory, where a filter cannot judge them; libc falls back to clone",
+        "clone3",
+    ),
     Refusal(
         ENOSYS,
         "its mode lies in memory, so the set-id bits could not be judged; programs fall back to openat",
@@ -197,9 +201,15 @@ REFUSED: tuple[Refusal, ...] = (
         "reading and steering other processes",
         "ptrace process_vm_readv process_vm_writev pidfd_getfd kcmp get_robust_list",
     ),
-    Refusal(ENOSYS, "advice and reaping for other processes, through descriptors", "process_madvise process_mrelease"),
+    Refusal(
+        ENOSYS,
+        "advice and reaping for other processes, through descriptors",
+        "process_madvise process_mrelease",
+    ),
     Refusal(EPERM, "loads programs into the kernel (CVE-2021-3490 and many more)", "bpf"),
-    Refusal(EPERM, "counts and samples the kernel and other processes; a long list of CVEs", "perf_event_open"),
+    Refusal(
+        EPERM, "counts and samples the kernel and other processes; a long list of CVEs", "perf_event_open"
+    ),
     Refusal(EPERM, "stops the kernel in the middle of a copy, which makes races winnable", "userfaultfd"),
     Refusal(
         EPERM,
@@ -259,7 +269,11 @@ REFUSED: tuple[Refusal, ...] = (
         "futex_waitv futex_wake futex_wait futex_requeue setxattrat getxattrat listxattrat removexattrat "
         "file_getattr file_setattr map_shadow_stack",
     ),
-    Refusal(ENOSYS, "entry points of kernel probes, called by the kernel's own trampolines only", "uretprobe uprobe"),
+    Refusal(
+        ENOSYS,
+        "entry points of kernel probes, called by the kernel's own trampolines only",
+        "uretprobe uprobe",
+    ),
     Refusal(
         ENOSYS,
         "obsolete: removed from current kernels, or without a caller",
@@ -326,7 +340,8 @@ F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_SETDELEG = 8, 10, 15, 1024, 1040
 PR_SET_CHILD_SUBREAPER = 36
 _PRCTL_ALLOWED = (
     *(1, 2, 3, 4),  # SET/GET_PDEATHSIG, GET/SET_DUMPABLE: of the caller
-    *(7, 8, 23, 24, 27, 28, 47),  # KEEPCAPS, CAPBSET, SECUREBITS, CAP_AMBIENT: can only take away, or need caps
+    # KEEPCAPS, CAPBSET, SECUREBITS, CAP_AMBIENT: they can only take away, or need capabilities
+    *(7, 8, 23, 24, 27, 28, 47),
     *(13, 14, 15, 16, 29, 30),  # TIMING, NAME, TIMERSLACK
     *(21, 37, 38, 39, 40),  # GET_SECCOMP, GET_CHILD_SUBREAPER, SET/GET_NO_NEW_PRIVS, GET_TID_ADDRESS
     *(41, 42),  # SET/GET_THP_DISABLE
@@ -414,7 +429,8 @@ _ARGUMENT_RULES: dict[str, ArgumentRule] = {
         "(CVE-2023-0461) and UDP",
         Rule(
             (
-                when(_NO_OPTION, one_of(1, SOL_IP), at_least(2, 64)),  # IPT_SO_*, ARPT_SO_*, EBT_SO_*, IP_VS_SO_*
+                # IPT_SO_SET_*, ARPT_SO_SET_*, EBT_SO_SET_*, IP_VS_SO_SET_*
+                when(_NO_OPTION, one_of(1, SOL_IP), at_least(2, 64)),
                 when(_NO_OPTION, one_of(1, SOL_IP), one_of(2, 16, 17)),  # IP_IPSEC_POLICY IP_XFRM_POLICY
                 when(_NO_OPTION, one_of(1, SOL_IPV6), one_of(2, 34, 35, 64, 65)),  # the same, IP6T_SO_SET_*
                 # SO_ATTACH_FILTER SO_ATTACH_BPF SO_ATTACH_REUSEPORT_CBPF SO_ATTACH_REUSEPORT_EBPF
@@ -481,7 +497,9 @@ _ARGUMENT_RULES: dict[str, ArgumentRule] = {
         Rule((when(ALLOW, one_of(0, PERSONALITY_QUERY, PER_LINUX)),), _EPERM),
     ),
     "mmap": ArgumentRule(_HUGE_PAGES, Rule((when(errno_verdict(ENOMEM), any_bit(3, MAP_HUGETLB)),), ALLOW)),
-    "memfd_create": ArgumentRule(_HUGE_PAGES, Rule((when(errno_verdict(ENOMEM), any_bit(1, MFD_HUGETLB)),), ALLOW)),
+    "memfd_create": ArgumentRule(
+        _HUGE_PAGES, Rule((when(errno_verdict(ENOMEM), any_bit(1, MFD_HUGETLB)),), ALLOW)
+    ),
     "shmget": ArgumentRule(_HUGE_PAGES, Rule((when(errno_verdict(ENOMEM), any_bit(2, SHM_HUGETLB)),), ALLOW)),
     "madvise": ArgumentRule(
         "merging equal pages tells by its timing what other tenants' memory holds",

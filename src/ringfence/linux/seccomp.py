@@ -48,10 +48,10 @@ _LOAD = 0x20  # BPF_LD | BPF_W | BPF_ABS
 _AND = 0x54  # BPF_ALU | BPF_AND | BPF_K
 _JUMP = 0x05  # BPF_JMP | BPF_JA
 _JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
-_JUMP_GREATER = 0x25  # BPF_JMP | BPF_JGT | BPF_K
 _JUMP_AT_LEAST = 0x35  # BPF_JMP | BPF_JGE | BPF_K
 _JUMP_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET | BPF_K
 _RETURN = 0x06  # BPF_RET | BPF_K
+_TO_BODY = -1  # not the kernel's: a jump to a rule's code, whose distance is not known yet
 
 _OFFSET_NUMBER = 0  # struct seccomp_data
 _OFFSET_ARCHITECTURE = 4
@@ -233,37 +233,34 @@ def assemble(arch: str, verdicts: Mapping[int, Verdict], default: int, foreign: 
         starts.append(expected)
         leaves.append(fallback)
 
-    tree: list[Instruction] = []
-    to_body: list[tuple[int, int]] = []  # (position in tree, position in bodies) of jumps to be resolved
+    def arrive(index: int) -> Instruction:
+        kind, value = leaves[index]
+        return (_RETURN, 0, 0, value) if kind == "return" else (_TO_BODY, 0, 0, value)
 
-    def grow(low: int, high: int) -> None:
-        if high - low == 1:
-            kind, value = leaves[low]
-            if kind == "body":
-                to_body.append((len(tree), value))
-                tree.append((_JUMP, 0, 0, 0))
-            else:
-                tree.append((_RETURN, 0, 0, value))
-            return
+    def width(index: int) -> int:
+        return starts[index + 1] - starts[index] if index + 1 < len(starts) else 1 << 32
+
+    def subtree(low: int, high: int) -> list[Instruction]:
+        """Code for the ranges from `low` up to `high`: a few exceptions to one verdict, or two halves."""
+        several = leaves[low:high]
+        common = max(several, key=several.count)
+        exceptions = [index for index in range(low, high) if leaves[index] != common]
+        if len(exceptions) <= 3 and all(width(index) == 1 for index in exceptions):
+            code: list[Instruction] = []
+            for index in exceptions:
+                code += [(_JUMP_EQUAL, 0, 1, starts[index]), arrive(index)]
+            return [*code, arrive(low + several.index(common))]
         middle = (low + high) // 2
-        position = len(tree)
-        tree.append((0, 0, 0, 0))
-        grow(low, middle)
-        distance = len(tree) - position - 1
-        if distance <= 255:
-            tree[position] = (_JUMP_AT_LEAST, distance, 0, starts[middle])
-        else:
-            # Too far for a conditional jump: hop over an unconditional one, whose distance has 32 bits.
-            tree[position] = (_JUMP_AT_LEAST, 0, 1, starts[middle])
-            tree.insert(position + 1, (_JUMP, 0, 0, distance))
-            for index, (where, value) in enumerate(to_body):
-                if where > position:
-                    to_body[index] = (where + 1, value)
-        grow(middle, high)
+        left, right = subtree(low, middle), subtree(middle, high)
+        if len(left) <= 255:
+            return [(_JUMP_AT_LEAST, len(left), 0, starts[middle]), *left, *right]
+        # Too far for a conditional jump: hop over an unconditional one, whose distance has 32 bits.
+        return [(_JUMP_AT_LEAST, 0, 1, starts[middle]), (_JUMP, 0, 0, len(left)), *left, *right]
 
-    grow(0, len(leaves))
-    for position, body in to_body:
-        tree[position] = (_JUMP, 0, 0, len(tree) - position - 1 + body)
+    tree = subtree(0, len(leaves))
+    for position, (operation, _, _, operand) in enumerate(tree):
+        if operation == _TO_BODY:
+            tree[position] = (_JUMP, 0, 0, len(tree) - position - 1 + operand)
     head: list[Instruction] = [
         (_LOAD, 0, 0, _OFFSET_ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, numbers.AUDIT_ARCHITECTURE[arch]),
@@ -272,7 +269,9 @@ def assemble(arch: str, verdicts: Mapping[int, Verdict], default: int, foreign: 
     ]
     program = head + tree + body_code
     if len(program) > MAXIMUM_INSTRUCTIONS:
-        raise ValueError(f"seccomp program has {len(program)} instructions; the kernel takes {MAXIMUM_INSTRUCTIONS}")
+        raise ValueError(
+            f"seccomp program has {len(program)} instructions; the kernel takes {MAXIMUM_INSTRUCTIONS}"
+        )
     pack = _INSTRUCTION.pack
     return b"".join([pack(*instruction) for instruction in program])
 
@@ -341,8 +340,6 @@ def evaluate(program: bytes, arch: str, number: int, arguments: tuple[int, ...] 
             position += operand
         elif operation == _JUMP_EQUAL:
             position += if_true if accumulator == operand else if_false
-        elif operation == _JUMP_GREATER:
-            position += if_true if accumulator > operand else if_false
         elif operation == _JUMP_AT_LEAST:
             position += if_true if accumulator >= operand else if_false
         elif operation == _JUMP_ANY_BIT:
