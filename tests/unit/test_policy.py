@@ -12,9 +12,10 @@ import pytest
 from ringfence.engines.base import CellSpec
 from ringfence.engines.base import Limits as PlainLimits
 from ringfence.errors import EnforcementError, PolicyError
-from ringfence.policy import DEFAULT, PRESETS, Policy, explain, load, load_text, resolve
+from ringfence.policy import DEFAULT, PRESETS, Policy, explain, load, load_text
 from ringfence.policy import model as policy_model
 from ringfence.policy.presets import combine
+from ringfence.policy.resolve import resolve
 
 EXAMPLE = """
 isolation: {at_least: namespace}
@@ -39,7 +40,7 @@ limits: {timeout: 30s, memory: 512MiB, cpus: 1, pids: 100, disk: 200MiB, tmp: 10
 
 def test_the_default_needs_no_model_library():
     code = (
-        "import sys; from ringfence.policy import DEFAULT, resolve, parse_size; spec = resolve('default').compile();"
+        "import sys; from ringfence.policy import DEFAULT, parse_size; from ringfence.policy.resolve import resolve; spec = resolve('default').compile();"
         "assert 'pydantic' not in sys.modules and 'yaml' not in sys.modules, 'imported'"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         Workspace,
     )
     from ringfence.policy.presets import PRESETS
-    from ringfence.policy.resolution import resolve
     from ringfence.policy.units import format_duration, format_size, parse_duration, parse_size
 
 _HOMES = {
@@ -54,7 +53,6 @@ _HOMES = {
     "load_text": "loading",
     "parse_duration": "units",
     "parse_size": "units",
-    "resolve": "resolution",
 }
 
 __all__ = [
@@ -82,7 +80,6 @@ __all__ = [
     "load_text",
     "parse_duration",
     "parse_size",
-    "resolve",
 ]
 
 

@@ -133,7 +133,7 @@ class NetworkRule(_Part):
         description="A named set of hosts instead of `host`: `package-registries` is what pip, npm and apt use here.",
     )
     ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = Field(
-        (), description="TCP ports; 443 when neither this nor the host names one."
+        default=(), description="TCP ports; 443 when neither this nor the host names one."
     )
     methods: tuple[str, ...] = Field(default=(), description="HTTP methods; empty means any.")
     paths: tuple[str, ...] = Field(
