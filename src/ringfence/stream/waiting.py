@@ -542,6 +542,10 @@ class _AsyncDriver(Awaitable[T]):
                     yield from _pause(loop, yielded.pending, yielded.deadline)
                 else:
                     yield yielded  # asyncio's own futures, awaited by a user's async callback
+            except GeneratorExit:
+                # The task was dropped together with its loop: nothing can be awaited any more.
+                coroutine.close()
+                raise
             except BaseException as caught:  # noqa: BLE001 (passed on)
                 error = caught
 
