@@ -12,14 +12,16 @@ cgroup was joined by descriptor). Standard library and ringfence.linux only.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from typing import Callable
 
 from ringfence.linux import capabilities, landlock, mounts, namespaces, resource_limits
-from ringfence.linux.syscalls import NUMBER, call, close_from, prctl
+from ringfence.linux.syscalls import NUMBER, call, close_from, libc, prctl
 
 PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_NAME = 15
 KEYCTL_JOIN_SESSION_KEYRING = 1
@@ -47,12 +49,18 @@ class ConfinementError(Exception):
 
 
 class Masks:
-    """Which masks this kernel needs: decided once in the zygote, applied in every sandbox."""
+    """Which masks this kernel needs: decided once in the zygote, applied in every sandbox.
+
+    Paths are kept as bytes below the place where the new root is put together.
+    """
 
     def __init__(self) -> None:
-        self.files = [name for name in MASKED_FILES if _readable(name)]
-        self.directories = [name for name in MASKED_DIRECTORIES if os.path.isdir("/proc/" + name)]
-        self.read_only = [name for name in READ_ONLY_DIRECTORIES if os.path.isdir("/proc/" + name)]
+        def place(name: str) -> bytes:
+            return b"/mnt/r/proc/" + name.encode()
+
+        self.files = [place(name) for name in MASKED_FILES if _readable(name)]
+        self.directories = [place(name) for name in MASKED_DIRECTORIES if os.path.isdir("/proc/" + name)]
+        self.read_only = [place(name) for name in READ_ONLY_DIRECTORIES if os.path.isdir("/proc/" + name)]
 
 
 def _readable(name: str) -> bool:
@@ -102,7 +110,7 @@ def confine(
         step = "resource limits"
         resource_limits.apply(request["rlimits"])
         step = "capabilities"
-        _drop(request)
+        _drop(request, prepared)
         step = "no_new_privs"
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         step = "landlock"
@@ -124,63 +132,63 @@ class Prepared:
         self.install_filter = install_filter
         self.landlock = ruleset
         self.masks = masks
+        self.capabilities = range(capabilities.last_capability() + 1)
+
+
+_GUARDED = mounts.MS_NOSUID | mounts.MS_NODEV
+_PLAIN = _GUARDED | mounts.MS_NOEXEC
 
 
 def _mount(request: dict, prepared: Prepared) -> None:
-    owner = request["owner"]  # (root, user) uids as the zygote sees them
-    guarded = mounts.NO_SET_ID | mounts.NO_DEVICES
-    mounts.make_private()
-    upper = mounts.new_filesystem("tmpfs", guarded, size=str(request["disk"]), mode="755", nr_inodes=str(request["inodes"]))
-    mounts.attach(upper, "/mnt")
+    """Put the new root together at /mnt/r and make it the root.
+
+    The mount namespace is a private copy of the zygote's, in which every path up to here is ours alone, so the
+    one-call mount(2) is safe and spares a sandbox some forty system calls.
+    """
+    root, user = request["owner"]  # uids as the zygote sees them
+    inodes = request["inodes"]
+    mounts.mount(b"tmpfs", b"/mnt", b"tmpfs", _GUARDED, f"size={request['disk']},mode=755,nr_inodes={inodes}".encode())
     os.umask(0)
-    for name, mode in (("u", 0o755), ("w", 0o755), ("r", 0o755), ("u/home", 0o755), ("u/home/user", 0o755),
-                       ("u/workspace", 0o755), ("u/var", 0o755), ("u/var/tmp", 0o1777)):  # fmt: skip
-        os.mkdir("/mnt/" + name, mode)
-    os.chown("/mnt/u", owner[0], owner[0])
-    for name in ("u/home/user", "u/workspace"):
-        os.chown("/mnt/" + name, owner[1], owner[1])
-    # Upper and work directories get no path inside: once this mount is attached and the old root is gone,
-    # only the overlay itself refers to them.
-    overlay = mounts.new_filesystem(
-        "overlay", guarded, lowerdir="/", upperdir="/mnt/u", workdir="/mnt/w", userxattr=True
+    for name, mode in _UPPER:
+        os.mkdir(name, mode)
+    os.chown("/mnt/u", root, root)
+    for name in ("/mnt/u/home/user", "/mnt/u/workspace"):
+        os.chown(name, user, user)
+    # Upper and work directories get no path inside: once the old root is gone, only the overlay refers to them.
+    mounts.mount(
+        b"overlay", b"/mnt/r", b"overlay", _GUARDED, b"lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w,userxattr"
     )
-    mounts.attach(overlay, "/mnt/r")
     for name in request["moved"]:
         mounts.move("/" + name, "/mnt/r/" + name)
-    mounts.attach(
-        mounts.new_filesystem("tmpfs", guarded | mounts.NO_EXECUTION, size=str(request["tmp"]), mode="1777",
-                              uid=str(owner[0]), gid=str(owner[0]), nr_inodes=str(request["inodes"])),
-        "/mnt/r/tmp",
-    )  # fmt: skip
-    mounts.attach(
-        mounts.new_filesystem("tmpfs", guarded | mounts.NO_EXECUTION, size=str(request["shm"]), mode="1777",
-                              uid=str(owner[0]), gid=str(owner[0]), nr_inodes=str(request["inodes"])),
-        "/mnt/r/dev/shm",
-    )  # fmt: skip
-    mounts.attach(
-        mounts.new_filesystem("devpts", mounts.NO_SET_ID | mounts.NO_EXECUTION, newinstance=True, ptmxmode="0666",
-                              mode="0620", max="64"),
-        "/mnt/r/dev/pts",
+    for place, size in ((b"/mnt/r/tmp", request["tmp"]), (b"/mnt/r/dev/shm", request["shm"])):
+        options = f"size={size},mode=1777,uid={root},gid={root},nr_inodes={inodes}"
+        mounts.mount(b"tmpfs", place, b"tmpfs", _PLAIN, options.encode())
+    mounts.mount(
+        b"devpts", b"/mnt/r/dev/pts", b"devpts", mounts.MS_NOSUID | mounts.MS_NOEXEC,
+        b"newinstance,ptmxmode=0666,mode=0620,max=64",
     )  # fmt: skip
     _mount_proc(prepared.masks)
     mounts.change_root("/mnt/r")
 
 
+_UPPER = (
+    ("/mnt/u", 0o755), ("/mnt/w", 0o755), ("/mnt/r", 0o755), ("/mnt/u/home", 0o755), ("/mnt/u/home/user", 0o755),
+    ("/mnt/u/workspace", 0o755), ("/mnt/u/var", 0o755), ("/mnt/u/var/tmp", 0o1777),
+)  # fmt: skip
+
+
 def _mount_proc(masks: Masks) -> None:
-    attributes = mounts.NO_SET_ID | mounts.NO_DEVICES | mounts.NO_EXECUTION
-    proc = "/mnt/r/proc"
-    mounts.attach(mounts.new_filesystem("proc", attributes), proc)
-    for name in masks.read_only:
-        tree = mounts.clone_tree(f"{proc}/{name}")
-        mounts.set_attributes(tree, add=mounts.READ_ONLY | attributes)
-        mounts.attach(tree, f"{proc}/{name}")
-    for name in masks.files:
-        mounts.attach(mounts.clone_tree("/mnt/r/dev/null", recursive=False), f"{proc}/{name}")
+    mounts.mount(b"proc", b"/mnt/r/proc", b"proc", _PLAIN)
+    for place in masks.read_only:
+        mounts.mount(place, place, None, mounts.MS_BIND)
+        mounts.mount(None, place, None, mounts.MS_BIND | mounts.MS_REMOUNT | mounts.MS_RDONLY | _PLAIN)
+    for place in masks.files:
+        mounts.mount(b"/mnt/r/dev/null", place, None, mounts.MS_BIND)
     if masks.directories:
-        first = f"{proc}/{masks.directories[0]}"
-        mounts.attach(mounts.new_filesystem("tmpfs", attributes | mounts.READ_ONLY, size="4k", mode="555", nr_inodes="2"), first)
-        for name in masks.directories[1:]:
-            mounts.attach(mounts.clone_tree(first, recursive=False), f"{proc}/{name}")
+        first = masks.directories[0]
+        mounts.mount(b"tmpfs", first, b"tmpfs", _PLAIN | mounts.MS_RDONLY, b"size=4k,mode=555,nr_inodes=2")
+        for place in masks.directories[1:]:
+            mounts.mount(first, place, None, mounts.MS_BIND)
 
 
 def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
@@ -196,9 +204,11 @@ def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
         raise OSError(0, "the id map was not written")
 
 
-def _drop(request: dict) -> None:
+def _drop(request: dict, prepared: Prepared) -> None:
     """Leave the agent the three capabilities it works with, and its children none at all."""
-    capabilities.drop_bounding_set()
+    for number in prepared.capabilities:
+        if libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) < 0:
+            raise OSError(errno.EPERM, "not dropped from the bounding set", capabilities.names(1 << number)[0])
     capabilities.clear_ambient()
     if request["single"]:
         capabilities.set_capabilities()
