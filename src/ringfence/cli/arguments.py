@@ -1,0 +1,117 @@
+"""The arguments of `ringfence run` and `ringfence exec`, read without a command line library.
+
+Guards against the price of one: importing typer and rich costs more than starting the sandbox. The table below
+is the only list of these options; `app.py` declares the same ones for `--help`, and a test compares the two.
+
+    ringfence run  [OPTIONS] [FILE | -c CODE | -] [ARGUMENTS...]
+    ringfence exec [OPTIONS] [--] COMMAND [ARGUMENTS...]
+
+Options end at the first word that is none: what follows belongs to the program. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+
+VALUE_OPTIONS = {
+    "--timeout": "the longest run, in seconds or as `2min`; `none` leaves it to limits.max_age [30s]",
+    "--memory": "memory of all its processes together, in bytes or as `1GiB` [512MiB]",
+    "--cpus": "processors; fractions are shares of one [1]",
+    "--pids": "processes and threads at a time [100]",
+    "--disk": "what it may write outside /tmp, in bytes or as `1GiB` [200MiB]",
+    "--env": "a variable for the program, NAME=VALUE; NAME alone takes the caller's value; may be repeated",
+    "--cwd": "the working directory inside [/home/user]",
+    "--template": "`plain` (Python and its standard library), `base` or `data` (with numpy, pandas, matplotlib) [plain]",
+    "--policy": "a policy file, or the name of a preset",
+}
+FLAGS = {
+    "--json": "print one JSON object instead of passing output through",
+    "--help": "show this and exit",
+}
+TEMPLATES = ("plain", "base", "data")
+
+
+class UsageError(Exception):
+    """Arguments that make no sense; `str()` says what and how to do it right."""
+
+
+class Request:
+    """What is to be run: exactly one of `code`, `file` and `command` is set; `file` may be `-`."""
+
+    __slots__ = ("arguments", "code", "command", "file", "help", "json", "options", "variables", "verb")
+
+    def __init__(self, verb: str) -> None:
+        self.verb = verb
+        self.code: str | None = None
+        self.file: str | None = None
+        self.command: list[str] | None = None
+        self.arguments: list[str] = []
+        self.options: dict[str, str] = {}
+        self.variables: dict[str, str] = {}
+        self.json = False
+        self.help = False
+
+
+def parse(verb: str, words: list[str]) -> Request:
+    """Read the words after `ringfence VERB`. Raises UsageError."""
+    request = Request(verb)
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            position += 1
+            break
+        if word == "-" or not word.startswith("-"):
+            break
+        position += 1
+        if word == "-c" and verb == "run":
+            if position == len(words):
+                raise UsageError("-c needs the code to run: ringfence run -c 'print(1)'")
+            request.code = words[position]
+            request.arguments = words[position + 1 :]
+            return _checked(request)
+        name, equals, value = word.partition("=")
+        if name in FLAGS and not equals:
+            setattr(request, name[2:], True)
+            if request.help:
+                return request
+            continue
+        if name not in VALUE_OPTIONS:
+            raise UsageError(f"there is no option {name}; `ringfence {verb} --help` lists them")
+        if not equals:
+            if position == len(words):
+                raise UsageError(f"{name} needs a value: {VALUE_OPTIONS[name]}")
+            value = words[position]
+            position += 1
+        if name == "--env":
+            _variable(request, value)
+        else:
+            request.options[name[2:]] = value
+    rest = words[position:]
+    if verb == "exec":
+        request.command = rest
+        if not rest:
+            raise UsageError("exec needs a command: ringfence exec -- ls -la")
+    else:
+        request.file = rest[0] if rest else "-"
+        request.arguments = rest[1:]
+    return _checked(request)
+
+
+def _variable(request: Request, text: str) -> None:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise UsageError(f"--env takes NAME=VALUE, not {text!r}")
+    if equals:
+        request.variables[name] = value
+    elif name in os.environ:
+        request.variables[name] = os.environ[name]
+    else:
+        raise UsageError(f"--env {name}: there is no such variable here; write {name}=VALUE")
+
+
+def _checked(request: Request) -> Request:
+    template = request.options.get("template")
+    if template is not None and template not in TEMPLATES:
+        raise UsageError(f"there is no template {template!r}; choose one of {', '.join(TEMPLATES)}")
+    return request

@@ -1,0 +1,552 @@
+"""One program in a sandbox of its own: `ringfence run` and `ringfence exec`, by the standard library alone.
+
+This is the fast path. It starts a launcher, sends it everything at once (configure, template, create), writes the
+guest's first requests into the stream before the guest exists, and then is a plain loop over four descriptors:
+the guest's stream, the launcher's socket, standard input, and signals. No thread, no event loop library, no model
+library, no IPython. What the loop guards:
+
+- the program's bytes pass through unchanged both ways; a slow reader of our output slows the program, nothing grows
+- the deadline is kept by this process's clock; whatever the program does, it and all its children are then killed
+- Ringfence's own failure is exit code 125 and a message that begins with `ringfence:`; the program's exit code is
+  the program's
+
+Exit codes: the program's own; 128 + n when it died by signal n; 124 when the time was up; 125 when Ringfence failed;
+126 when a command could not be run; 127 when there is none of that name; 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+from ringfence.cli import precompiled
+from ringfence.cli.arguments import Request
+from ringfence.engines.namespace.client import PASSED_ENVIRONMENT, Launcher
+from ringfence.errors import EngineError, RingfenceError
+from ringfence.guest.protocol import (
+    CLOSE,
+    CREDIT,
+    DATA,
+    EVENT,
+    FILE,
+    STDERR,
+    STDIN,
+    STDOUT,
+    Mux,
+    ProtocolViolation,
+)
+from ringfence.node import environments
+
+TIMED_OUT, FAILED, NOT_RUNNABLE, NOT_FOUND = 124, 125, 126, 127
+IDENTIFIER = "once"
+START_PATIENCE = 60.0  # seconds until a guest that said nothing counts as failed
+DRAIN_PATIENCE = 2.0  # seconds a killed program's last output may take
+RECEIVE = 256 << 10
+SLACK_AGE = 60.0  # seconds the launcher's own deadline comes after ours: it only matters when we are stopped
+
+
+class _Settings:
+    """What a request means: the launcher's limits, the program's environment and time."""
+
+    def __init__(self, request: Request) -> None:
+        options = request.options
+        self.limits = dict(precompiled.LIMITS)
+        self.timeout: float | None = precompiled.TIMEOUT
+        self.template = "plain"
+        self.cwd = "/home/user"
+        self.environment = dict(precompiled.ENVIRONMENT)
+        self.policy = "default"
+        if "policy" in options:
+            self._take_policy(options["policy"])
+        if "template" in options:
+            self.template = options["template"]
+        if "cwd" in options:
+            self.cwd = options["cwd"]
+        if options:
+            self._take_limits(options)
+        if "TERM" in os.environ:
+            self.environment["TERM"] = os.environ["TERM"]
+        self.environment.update(request.variables)
+        if self.timeout is not None:
+            self.limits["max_age"] = min(self.limits["max_age"], self.timeout + SLACK_AGE)
+
+    def _take_policy(self, name: str) -> None:
+        from ringfence.engines.namespace import engine
+        from ringfence.policy.loading import load
+
+        policy = load(name)
+        spec = policy.compile()
+        engine.check(spec)
+        if policy.commands.rules or policy.commands.default != "allow":
+            raise EngineError(
+                "the policy has rules about commands, which the command line does not enforce yet",
+                hint="leave `commands` out of the policy",
+            )
+        for key in self.limits:
+            self.limits[key] = getattr(spec.limits, key)
+        self.timeout = spec.limits.timeout
+        self.cwd = spec.cwd
+        self.environment.update(spec.envs)
+        self.policy = spec.policy_name
+
+    def _take_limits(self, options: dict[str, str]) -> None:
+        from ringfence.errors import InvalidArgumentError
+        from ringfence.policy.units import parse_duration, parse_size
+
+        def number(name: str, read, low: float) -> None:
+            if name not in options:
+                return
+            try:
+                value = read(options[name])
+            except (ValueError, OverflowError):
+                raise InvalidArgumentError(f"--{name} takes a number, not {options[name]!r}") from None
+            if not low <= value <= 1 << 50:
+                raise InvalidArgumentError(f"--{name} must be at least {low:g}, not {options[name]}")
+            self.limits[name] = value
+
+        number("memory", parse_size, 16 << 20)
+        number("disk", parse_size, 1 << 20)
+        number("cpus", float, 0.01)
+        number("pids", int, 8)
+        text = options.get("timeout")
+        if text == "none":
+            self.timeout = None
+        elif text is not None:
+            self.timeout = parse_duration(text)
+            if self.timeout <= 0:
+                raise InvalidArgumentError("--timeout must be above 0", hint="write `none` for no deadline of its own")
+            # An explicit wish for a long run is a wish for a sandbox that lives as long.
+            self.limits["max_age"] = max(self.limits["max_age"], self.timeout + SLACK_AGE)
+
+
+class _Failed(Exception):
+    """Ringfence itself failed; nothing of the program's is to blame."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class _Run:
+    """The exchange with one sandbox, from the launcher's start to the program's end."""
+
+    def __init__(self, request: Request, settings: _Settings) -> None:
+        self.request = request
+        self.settings = settings
+        self.mux = Mux("host")
+        self.channel = 0
+        self.upload = 0
+        self.upload_data = b""
+        self.result: dict | None = None
+        self.failure: _Failed | None = None
+        self.gone: dict | None = None
+        self.timed_out = False
+        self.kill_sent = False
+        self.broken_pipe = False
+        self.interrupts = 0
+        self.exec_request: dict = {}
+        self.deadline: float | None = None
+        self.started = 0.0
+        self.begun = time.monotonic()
+        self.captured: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
+        self.stdin_open = True
+        self.stdin_data = b""
+        self.signals: list[int] = []
+        self.oom = False
+
+    # Start ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ask for everything at once: the kernel's sockets keep the order, so nothing waits for an answer."""
+        settings = self.settings
+        interpreter = environments.interpreter()
+        self.launcher = Launcher(interpreter.executable_outside, self._event, lambda: None)
+        self.stream, theirs = socket.socketpair()
+        for each in (self.stream, theirs):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self.stream.setblocking(False)
+        passed = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
+        sources = {"ringfence": environments.guest_library_directory(_progress)}
+        if interpreter.prefix_outside is not None:
+            sources["python"] = interpreter.prefix_outside
+        self.python = interpreter.executable_inside
+        if settings.template != "plain":
+            sources["env"] = environments.python_environment_directory(settings.template, _progress)
+            self.python = environments.ENVIRONMENT_INSIDE + "/bin/python3"
+        environment = settings.environment
+        if interpreter.library_path:
+            environment.setdefault("LD_LIBRARY_PATH", interpreter.library_path)
+        ask = self.launcher.ask
+        ask({"do": "configure", "owner": os.getpid(), "pass_environment": passed}, self._checked)
+        ask(
+            {
+                "do": "template", "name": settings.template, "sources": sources, "python": interpreter.executable_inside,
+                "library": interpreter.library_path, "modules": None, "isolated": True,
+                "masks": list(interpreter.masks),
+            },
+            self._checked,
+        )  # fmt: skip
+        ask(
+            {
+                "do": "create", "id": IDENTIFIER, "template": settings.template, "limits": settings.limits,
+                "environment": environment, "cwd": "/home/user", "host_name": "sandbox", "prefork": False,
+            },
+            self._checked, [theirs.fileno()],
+        )  # fmt: skip
+        theirs.close()
+        self._first_requests()
+
+    def _first_requests(self) -> None:
+        request = self.request
+        if request.command is not None:
+            argv = request.command
+        elif request.code is not None:
+            argv = [self.python, "-c", request.code, *request.arguments]
+        elif request.file in (None, "-"):
+            argv = [self.python, "-", *request.arguments]
+        else:
+            name = os.path.basename(request.file)
+            self.upload_data = _read_script(request.file)
+            argv = [self.python, name if not name.startswith("-") else "./" + name, *request.arguments]
+            self.upload = self.mux.open({"op": "file.write", "path": "/home/user/" + name, "parents": False})
+            self._feed_upload()
+        self.exec_request = {"op": "exec", "argv": argv, "cwd": self.settings.cwd, "env": None, "pty": None, "stdin": True}
+        if not self.upload:
+            self.channel = self.mux.open(self.exec_request)
+
+    def _feed_upload(self) -> None:
+        room = self.mux.data_room(self.upload)
+        if self.upload_data and room:
+            piece, self.upload_data = self.upload_data[:room], self.upload_data[room:]
+            self.mux.send_data(self.upload, FILE, piece)
+        if not self.upload_data:
+            self.mux.send_eof(self.upload, FILE)
+
+    def _checked(self, answer: dict) -> None:
+        if not answer.get("ok") and self.failure is None:
+            self.failure = _Failed(f"{answer.get('primitive')}: {answer.get('message')}", answer.get("hint", ""))
+
+    def _event(self, message: dict) -> None:
+        if message.get("event") == "gone":
+            self.gone = message
+
+    # The loop ------------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Until the program's result, Ringfence's failure or the sandbox's end."""
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self.signals.append(number))
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        poll = select.poll()
+        stream, control = self.stream.fileno(), self.launcher.fileno()
+        poll.register(control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        watched_stream, watched_input = 0, False
+        start_by = self.begun + START_PATIENCE
+        while self.result is None and self.failure is None and self.gone is None:
+            if self.signals:
+                self._forward_signals()
+            self._flush()
+            wanted = select.POLLIN | (select.POLLOUT if self.mux.queued else 0)
+            if wanted != watched_stream:
+                poll.register(stream, wanted)
+                watched_stream = wanted
+            wants_input = (
+                self.stdin_open and self.channel > 0 and self.mux.queued < RECEIVE
+                and self.mux.data_room(self.channel) > 0 and self.started > 0
+            )
+            if wants_input != watched_input:
+                poll.register(0, select.POLLIN) if wants_input else poll.unregister(0)
+                watched_input = wants_input
+            now = time.monotonic()
+            due = self.deadline if self.started else start_by
+            if due is not None and now >= due:
+                self._late()
+                continue
+            patience = None if due is None else (due - now) * 1000 + 1
+            for descriptor, events in poll.poll(patience):
+                if descriptor == stream:
+                    if events & ~select.POLLOUT:
+                        self._receive()
+                elif descriptor == control:
+                    if not self.launcher.read():
+                        poll.unregister(control)
+                        self._stream_ended()
+                elif descriptor == 0:
+                    self._read_input()
+                else:
+                    os.read(wake, 512)
+        signal.set_wakeup_fd(-1)
+
+    def _flush(self) -> None:
+        while buffers := self.mux.pending():
+            try:
+                self.mux.consumed(self.stream.sendmsg(buffers))
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # reading says how it ended
+
+    def _receive(self) -> None:
+        try:
+            data = self.stream.recv(RECEIVE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._stream_ended()
+            return
+        try:
+            events = self.mux.receive(data)
+        except ProtocolViolation as violation:
+            self.failure = _Failed(f"the guest broke the protocol: {violation}", "the sandbox was killed")
+            return
+        for kind, channel, stream, payload in events:
+            if channel == self.channel and channel:
+                if kind == DATA:
+                    self._output(stream, payload)
+                elif kind == EVENT and "started" in payload and not self.started:
+                    self._mark_started()
+                elif kind == CLOSE:
+                    if not self.started:
+                        self._mark_started()
+                    self.result = payload
+            elif channel == self.upload and channel:
+                if kind == CREDIT and self.upload_data:
+                    self._feed_upload()
+                elif kind == CLOSE:
+                    self._uploaded(payload)
+
+    def _mark_started(self) -> None:
+        self.started = time.monotonic()
+        if self.settings.timeout is not None:
+            self.deadline = self.started + self.settings.timeout
+
+    def _uploaded(self, answer: dict) -> None:
+        if answer.get("ok") is not True:
+            error = answer.get("error")
+            self.failure = _Failed(f"the script did not arrive: {error}")
+            return
+        self.channel = self.mux.open(self.exec_request)
+
+    def _output(self, stream: int, data: bytes) -> None:
+        if self.request.json:
+            self.captured[stream].append(bytes(data))
+        elif not self.broken_pipe:
+            view = memoryview(data)
+            try:
+                while view:
+                    view = view[os.write(1 if stream == STDOUT else 2, view) :]
+            except OSError:
+                # Nobody reads us any more: the program gets what it would get from a closed pipe, its end.
+                self.broken_pipe = True
+                self._kill()
+        self.mux.grant(self.channel, len(data))
+
+    def _read_input(self) -> None:
+        try:
+            data = os.read(0, min(64 << 10, self.mux.data_room(self.channel)))
+        except OSError:
+            data = b""
+        if data:
+            self.mux.send_data(self.channel, STDIN, data)
+        else:
+            self.stdin_open = False
+            self.mux.send_eof(self.channel, STDIN)
+
+    def _forward_signals(self) -> None:
+        numbers, self.signals = self.signals, []
+        for number in numbers:
+            self.interrupts += 1
+            if not self.channel or not self.started or self.interrupts > 2:
+                # Before there is a program, or when it has been asked twice: end it all.
+                self.result = {"ok": True, "exit_code": None, "signal": number}
+                return
+            self.mux.send_event(self.channel, {"signal": int(number), "tree": True})
+
+    def _kill(self) -> None:
+        if not self.kill_sent and self.channel:
+            self.kill_sent = True
+            self.deadline = time.monotonic() + DRAIN_PATIENCE
+            self.mux.send_event(self.channel, {"kill": True})
+
+    def _late(self) -> None:
+        if not self.started:
+            self.failure = _Failed("the sandbox did not answer", "`ringfence doctor` looks for the cause")
+        elif self.kill_sent:
+            self.result = {"ok": True, "exit_code": None, "signal": 9}  # the guest is no help: its end comes below
+        else:
+            self.timed_out = True
+            self._kill()
+
+    def _stream_ended(self) -> None:
+        """The sandbox is gone. The launcher knows why, and says so within a moment."""
+        waiter = select.poll()
+        waiter.register(self.launcher.fileno() if not self.launcher.lost else 2, select.POLLIN)
+        until = time.monotonic() + 1.0
+        while self.gone is None and self.failure is None and not self.launcher.lost and time.monotonic() < until:
+            if waiter.poll(200):
+                self.launcher.read()
+        if self.gone is None and self.failure is None:
+            self.failure = _Failed("the sandbox ended without a word", "`ringfence doctor` looks for the cause")
+
+    # The end -------------------------------------------------------------------------------------------
+
+    def ask_and_wait(self, question: dict, patience: float = 1.0) -> dict:
+        """One question to the launcher, with its answer; {} when there is none in time."""
+        answers: list[dict] = []
+        try:
+            self.launcher.ask(question, answers.append)
+        except RingfenceError:
+            return {}
+        waiter = select.poll()
+        waiter.register(self.launcher.fileno(), select.POLLIN)
+        until = time.monotonic() + patience
+        while not answers and time.monotonic() < until and not self.launcher.lost:
+            if waiter.poll(max(1, (until - time.monotonic()) * 1000)) and not self.launcher.read():
+                break
+        return answers[0] if answers else {}
+
+    def finish(self) -> tuple[int, str, str, str]:
+        """(exit code, what ended it, message, hint)."""
+        failure, result = self.failure, self.result
+        if failure is not None:
+            return FAILED, "failure", str(failure), failure.hint
+        limits = self.settings.limits
+        if result is None:
+            gone = self.gone or {}
+            if gone.get("failure"):
+                why = gone["failure"]
+                return FAILED, "failure", f"{why.get('primitive')}: {why.get('message')}", "run `ringfence doctor`"
+            reason = gone.get("reason", "crashed")
+            if reason == "oom":
+                return 137, "memory", f"killed: more memory than limits.memory ({_size(limits['memory'])})", "--memory raises it"
+            if reason == "max-age":
+                return TIMED_OUT, "max_age", "killed: limits.max_age was reached", "--timeout sets both"
+            return FAILED, "failure", f"the sandbox ended: {reason}", "`ringfence doctor` looks for the cause"
+        if self.timed_out:
+            limit = f"{self.settings.timeout:g} s"
+            return TIMED_OUT, "timeout", f"killed: the time limit of {limit} was reached", "--timeout raises it"
+        if self.broken_pipe:
+            return 128 + signal.SIGPIPE, "signal", "", ""
+        if result.get("ok") is not True:
+            error = result.get("error") or {}
+            return FAILED, "failure", f"{error.get('code')}: {error.get('message')}", str(error.get("hint") or "")
+        number, code = result.get("signal"), result.get("exit_code")
+        if type(number) is int and 0 < number < 128:
+            if number == signal.SIGKILL and self._memory_kills():
+                return 137, "memory", f"killed: more memory than limits.memory ({_size(limits['memory'])})", "--memory raises it"
+            return 128 + number, "signal", "", ""
+        if type(code) is not int or not 0 <= code <= 255:
+            return FAILED, "failure", f"the guest reported an impossible exit code: {code!r}", ""
+        return code, "exit", "", ""
+
+    def _memory_kills(self) -> bool:
+        stats = self.ask_and_wait({"do": "stats", "id": IDENTIFIER}).get("stats") or {}
+        return bool(stats.get("oom_kills"))
+
+    def close(self) -> None:
+        """End the launcher and with it everything it started; returns when it is gone, or after 5 seconds."""
+        try:
+            self.launcher.ask({"do": "close"}, lambda answer: None)
+        except RingfenceError:
+            pass
+        waiter = select.poll()
+        waiter.register(self.launcher.fileno(), select.POLLIN)
+        until = time.monotonic() + 5.0
+        while not self.launcher.lost and time.monotonic() < until:
+            if waiter.poll(100) and not self.launcher.read():
+                break
+        try:
+            os.waitpid(self.launcher.pid, 0)
+        except ChildProcessError:
+            pass
+
+
+def main(request: Request) -> int:
+    """Run what `request` asks for; returns this process's exit code."""
+    try:
+        settings = _Settings(request)
+        run = _Run(request, settings)
+    except RingfenceError as error:
+        return _complain(request, error.message, error.hint)
+    try:
+        run.start()
+        run.loop()
+        code, ended, message, hint = run.finish()
+    except RingfenceError as error:
+        code, ended, message, hint = FAILED, "failure", error.message, error.hint
+    finally:
+        if hasattr(run, "launcher"):
+            run.close()
+    if request.json:
+        _print_json(run, code, ended, message, hint)
+    elif message:
+        _say(message, hint)
+    return code
+
+
+def _print_json(run: _Run, code: int, ended: str, message: str, hint: str) -> None:
+    import json
+
+    now = time.monotonic()
+    document = {
+        "exit_code": code,
+        "ended_by": ended,
+        "stdout": b"".join(run.captured[STDOUT]).decode("utf-8", "replace"),
+        "stderr": b"".join(run.captured[STDERR]).decode("utf-8", "replace"),
+        "error": {"message": message, "hint": hint} if message else None,
+        "start_seconds": round(run.started - run.begun, 4) if run.started else None,
+        "run_seconds": round(now - run.started, 4) if run.started else None,
+        "policy": run.settings.policy,
+        "limits": {**run.settings.limits, "timeout": run.settings.timeout},
+    }
+    os.write(1, json.dumps(document).encode() + b"\n")
+
+
+def _complain(request: Request, message: str, hint: str) -> int:
+    if request.json:
+        import json
+
+        os.write(1, json.dumps({"exit_code": FAILED, "ended_by": "failure", "error": {"message": message, "hint": hint}}).encode() + b"\n")
+    else:
+        _say(message, hint)
+    return FAILED
+
+
+def _say(message: str, hint: str = "") -> None:
+    text = f"ringfence: {message}\n" + (f"ringfence: {hint}\n" if hint else "")
+    try:
+        os.write(2, text.encode("utf-8", "replace"))
+    except OSError:
+        pass
+
+
+def _progress(message: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        _say(message + " (once)")
+
+
+def _read_script(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise EngineError(
+            f"cannot read {path}: {error.strerror}", hint="ringfence run takes a file, -c CODE, or - for standard input"
+        ) from None
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:g}{name}"
+    return f"{count} bytes"
