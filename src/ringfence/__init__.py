@@ -1,3 +1,197 @@
-"""Ringfence: run code that nobody trusts, in a place it cannot leave."""
+"""Ringfence: run code that nobody trusts, in a place it cannot leave.
+
+    from ringfence import Sandbox
+
+    with Sandbox() as sandbox:
+        print(sandbox.run_code("21 * 2").text)
+
+Names load when they are first used (PEP 562), so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringfence.errors import (
+        CommandExitError,
+        EnforcementError,
+        EngineError,
+        FileConflictError,
+        FileOperationError,
+        GuestError,
+        InvalidArgumentError,
+        LimitExceededError,
+        MemoryLimitExceededError,
+        NotEnoughSpaceError,
+        NotFoundError,
+        OutputGoneError,
+        PermissionDeniedError,
+        PolicyError,
+        ResultError,
+        RingfenceError,
+        SandboxDeadError,
+        SandboxError,
+        TimeoutExceededError,
+        TransferError,
+        WrongProcessError,
+    )
+    from ringfence.policy import Policy
+    from ringfence.sandbox import (
+        AsyncCommandHandle,
+        AsyncFileStream,
+        AsyncSandbox,
+        AsyncWatchHandle,
+        CommandHandle,
+        FileStream,
+        Sandbox,
+        SandboxInfo,
+        SandboxOptions,
+        WatchHandle,
+    )
+    from ringfence.stream.results import (
+        Chart,
+        CommandResult,
+        Context,
+        EntryInfo,
+        Execution,
+        ExecutionError,
+        FilesystemEvent,
+        FilesystemEventType,
+        FileType,
+        Logs,
+        OutputMessage,
+        ProcessInfo,
+        PtySize,
+        Result,
+        SkippedEntry,
+        TransferReport,
+        WriteInfo,
+    )
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "errors": (
+        "CommandExitError",
+        "EnforcementError",
+        "EngineError",
+        "FileConflictError",
+        "FileOperationError",
+        "GuestError",
+        "InvalidArgumentError",
+        "LimitExceededError",
+        "MemoryLimitExceededError",
+        "NotEnoughSpaceError",
+        "NotFoundError",
+        "OutputGoneError",
+        "PermissionDeniedError",
+        "PolicyError",
+        "ResultError",
+        "RingfenceError",
+        "SandboxDeadError",
+        "SandboxError",
+        "TimeoutExceededError",
+        "TransferError",
+        "WrongProcessError",
+    ),
+    "policy": ("Policy",),
+    "sandbox": (
+        "AsyncCommandHandle",
+        "AsyncFileStream",
+        "AsyncSandbox",
+        "AsyncWatchHandle",
+        "CommandHandle",
+        "FileStream",
+        "Sandbox",
+        "SandboxInfo",
+        "SandboxOptions",
+        "WatchHandle",
+    ),
+    "stream.results": (
+        "Chart",
+        "CommandResult",
+        "Context",
+        "EntryInfo",
+        "Execution",
+        "ExecutionError",
+        "FileType",
+        "FilesystemEvent",
+        "FilesystemEventType",
+        "Logs",
+        "OutputMessage",
+        "ProcessInfo",
+        "PtySize",
+        "Result",
+        "SkippedEntry",
+        "TransferReport",
+        "WriteInfo",
+    ),
+}
+
+__all__ = [
+    "AsyncCommandHandle",
+    "AsyncFileStream",
+    "AsyncSandbox",
+    "AsyncWatchHandle",
+    "Chart",
+    "CommandExitError",
+    "CommandHandle",
+    "CommandResult",
+    "Context",
+    "EnforcementError",
+    "EngineError",
+    "EntryInfo",
+    "Execution",
+    "ExecutionError",
+    "FileConflictError",
+    "FileOperationError",
+    "FileStream",
+    "FileType",
+    "FilesystemEvent",
+    "FilesystemEventType",
+    "GuestError",
+    "InvalidArgumentError",
+    "LimitExceededError",
+    "Logs",
+    "MemoryLimitExceededError",
+    "NotEnoughSpaceError",
+    "NotFoundError",
+    "OutputGoneError",
+    "OutputMessage",
+    "PermissionDeniedError",
+    "Policy",
+    "PolicyError",
+    "ProcessInfo",
+    "PtySize",
+    "Result",
+    "ResultError",
+    "RingfenceError",
+    "Sandbox",
+    "SandboxDeadError",
+    "SandboxError",
+    "SandboxInfo",
+    "SandboxOptions",
+    "SkippedEntry",
+    "TimeoutExceededError",
+    "TransferError",
+    "TransferReport",
+    "WatchHandle",
+    "WriteInfo",
+    "WrongProcessError",
+]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"ringfence.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

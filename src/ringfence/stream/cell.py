@@ -5,11 +5,11 @@ Guards the layering: everything above works on any handle with these members, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ringfence.engines.base import Limits
+    from ringfence.engines.base import CellSpec, Enforced, Limits
     from ringfence.errors import SandboxDeadError
     from ringfence.stream.connection import Connection
     from ringfence.stream.waiting import Pending
@@ -28,8 +28,8 @@ class CellHandle(Protocol):
     level: str
     template: str
     limits: Limits
-    enforcement: Sequence[Any]
-    """`engines.base.Enforced`, primitive by primitive."""
+    spec: CellSpec
+    """What it was started from."""
     timings: dict[str, float]
     """Seconds that each step of the start took."""
     started_at: float
@@ -37,12 +37,16 @@ class CellHandle(Protocol):
     expires_at: float
     """Seconds since 1970: the node kills the sandbox then, whatever its guest does."""
 
-    def kill(self, reason: str = "killed") -> Pending:
+    def kill(self, reason: str = "killed") -> Pending[Any]:
         """Kill everything inside; completes when the host has seen the last process gone. Idempotent."""
         ...
 
-    def stats(self) -> Pending:
+    def stats(self) -> Pending[Any]:
         """A dict with at least `memory` (bytes), `oom_kills` and `pids`, read from outside of the sandbox."""
+        ...
+
+    def inspect(self) -> Pending[tuple[Enforced, ...]]:
+        """What is in force, primitive by primitive, read from the kernel now."""
         ...
 
     def set_expiry(self, expires_at: float) -> None:

@@ -7,12 +7,14 @@ owner's own world: calls from many threads, a fork (the child closes its copies 
 hold a sandbox's stream open, and is refused with WrongProcessError), and objects dropped without being closed.
 
 Small messages are written by the calling thread itself; the I/O thread takes over when the socket would block. It
-needs no waking for that, since the kernel lets one thread change what another one polls for.
+needs no waking for that, since the kernel lets one thread change what another one polls for. Likewise a thread that
+waits in `run_sync` for an answer may read its connection itself (`Connection.lead`), and the I/O thread sleeps on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -65,7 +67,8 @@ def raise_buffers(sock: socket.socket) -> None:
 class ChannelSink:
     """What a channel's user hears. Override what you need.
 
-    All calls come from the I/O thread, one at a time, and must be quick: they hold up every sandbox of the process.
+    Calls come one at a time, from the I/O thread or from one that waits in `run_sync`, and must be quick: they hold up
+    every sandbox of the process.
     Exactly one of `on_close` and `on_dead` comes, last.
     """
 
@@ -297,6 +300,7 @@ class Connection:
         # The socket is closed by whoever is last: the closer, or a thread that was just reading or writing.
         self._reading = self._writing = False
         self._blocked = False
+        self._leading = False
         sock.setblocking(False)
         sock.set_inheritable(False)
         raise_buffers(sock)
@@ -478,9 +482,72 @@ class Connection:
     def _watch_writable(self, wanted: bool) -> None:
         if wanted != self._blocked:
             self._blocked = wanted
-            self._reactor._watch(self, _IN | _OUT if wanted else _IN)
+            self._watch()
 
-    # ------------------------------------------------------------ on the I/O thread
+    def _watch(self) -> None:
+        """Tells the I/O thread what to look for. The lock is held."""
+        if self._leading:
+            # Edge-triggered: a hang-up, which cannot be masked, is then told once and not for as long as it lasts.
+            mask = _OUT if self._blocked else select.EPOLLET
+        else:
+            mask = _IN | _OUT if self._blocked else _IN
+        self._reactor._epoll.modify(self._descriptor, mask)
+
+    # ------------------------------------------------------------ reading
+
+    def lead(self, pending: Pending[Any], deadline: float | None, guard: Any = None) -> None:
+        """Reads on the calling thread, in place of the I/O thread, until `pending` is complete or `deadline`
+        (monotonic) has passed. Returns at once when another thread reads. Called by `run_sync`."""
+        with self._lock:
+            if self._dead is not None or self._reading or self._leading:
+                return
+            self._leading = True
+            self._watch()
+        reactor = self._reactor
+        poll, wake = _bell.poll(self._descriptor)
+        caller = threading.get_ident()
+
+        def ring(_: Pending[Any]) -> None:
+            if threading.get_ident() != caller:
+                os.eventfd_write(wake, 1)
+
+        dispatching = False
+        try:
+            pending.add_done_callback(ring)
+            while not pending._done and self._dead is None:
+                timeout = None
+                if deadline is not None:
+                    timeout = math.ceil((deadline - time.monotonic()) * 1000)
+                    if timeout <= 0:
+                        return
+                if guard is None:
+                    ready = poll.poll(timeout)
+                else:
+                    outer = guard.waiting
+                    guard.waiting = True
+                    try:
+                        guard.raise_if_tripped()
+                        ready = poll.poll(timeout)
+                    finally:
+                        guard.waiting = outer
+                for descriptor, _ in ready:
+                    if descriptor == wake:
+                        os.eventfd_read(wake)
+                        continue
+                    with reactor._dispatching:
+                        dispatching = True
+                        self._on_readable(reactor._view, leading=True)
+                        dispatching = False
+        except BaseException as error:
+            if dispatching:
+                self._die(_crashed(error))  # what had been read and not yet handed out is lost
+            raise
+        finally:
+            pending.remove_done_callback(ring)
+            with self._lock:
+                self._leading = False
+                if self._dead is None:
+                    self._watch()
 
     def _on_writable(self) -> None:
         with self._lock:
@@ -489,9 +556,9 @@ class Connection:
             self._writing = True
         self._write(_REACTOR_BUDGET)
 
-    def _on_readable(self, view: memoryview) -> None:
+    def _on_readable(self, view: memoryview, leading: bool = False) -> None:
         with self._lock:
-            if self._dead is not None:
+            if self._dead is not None or self._leading is not leading:
                 return
             self._reading = True
         failure: BaseException | None = None
@@ -650,6 +717,37 @@ def _release(data: Any) -> None:
         pass
 
 
+class _Bell(threading.local):
+    """What wakes a thread that leads when another one completes what it waits for: an eventfd per thread."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self.process = 0
+
+    def poll(self, descriptor: int) -> tuple[select.poll, int]:
+        if self.process != (process := os.getpid()):  # a forked child must not ring for its parent
+            self.close()
+            self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self.process = process
+        else:
+            try:
+                os.eventfd_read(self.descriptor)  # a ring that came too late for its wait
+            except BlockingIOError:
+                pass
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        poll.register(descriptor, select.POLLIN)
+        return poll, self.descriptor
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+_bell = _Bell()
+
+
 class Reactor:
     """The I/O thread. `Reactor.shared()` is the one of this process; it starts with its first connection.
 
@@ -668,6 +766,7 @@ class Reactor:
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._foreign = False
+        self._view = memoryview(bytearray(READ_SIZE))  # used under `_dispatching`
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, _IN)
@@ -734,12 +833,9 @@ class Reactor:
             except (OSError, ValueError):
                 pass
 
-    def _watch(self, connection: Connection, mask: int) -> None:
-        self._epoll.modify(connection._descriptor, mask)
-
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        view = memoryview(bytearray(READ_SIZE))
+        view = self._view
         connections = self._connections
         poll = self._epoll.poll
         while not self._stopped:

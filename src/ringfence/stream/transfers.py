@@ -110,10 +110,10 @@ class Transfers:
                 else:
                     batch.append(entry)
                     if len(batch) == PARALLEL:
-                        await self._upload_batch(root, batch, report)
-                        batch = []
-            await self._upload_batch(root, batch, report)
-            batch = []
+                        full, batch = batch, []
+                        await self._upload_batch(root, full, report)
+            full, batch = batch, []
+            await self._upload_batch(root, full, report)
         finally:
             entries.close()
             for entry in batch:

@@ -1,0 +1,352 @@
+"""What both facades share: starting a sandbox, knowing its end, and finding it again by its id.
+
+Guards against half-started sandboxes, use after fork (a child must not kill its parent's sandbox), and against
+paying for a policy model when the default policy is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ringfence.errors import InvalidArgumentError, NotFoundError, SandboxError, WrongProcessError
+from ringfence.stream.checks import check_envs, check_seconds, check_text
+from ringfence.stream.code import CodeRunner
+from ringfence.stream.commands import CommandRunner
+from ringfence.stream.exchange import OPERATION_SECONDS, Session
+from ringfence.stream.files import FileOperations
+from ringfence.stream.transfers import Transfers
+from ringfence.stream.waiting import wait_for
+
+if TYPE_CHECKING:
+    from ringfence.engines.base import CellSpec, Enforced, Limits
+    from ringfence.policy.default import DefaultPolicy
+    from ringfence.policy.model import Policy
+    from ringfence.stream.cell import CellHandle
+
+__all__ = ["SandboxCore", "SandboxInfo", "SandboxOptions"]
+
+_LIMITS = (
+    "memory",
+    "cpus",
+    "pids",
+    "disk",
+    "tmp",
+    "output",
+    "result",
+    "file_size",
+    "open_files",
+    "idle",
+    "max_age",
+)
+
+
+class SandboxOptions(TypedDict, total=False):
+    """What `Sandbox(...)` and `Sandbox.create(...)` take besides the template; all are keywords.
+
+    Sizes are bytes or texts such as `"256MiB"`, times are seconds or texts such as `"10min"`.
+    """
+
+    policy: Policy | DefaultPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
+    """A policy, a dict, the name of a preset, or the path of a file. None: the default, `untrusted`."""
+    engine: str | None
+    """Name of the engine that must hold it; None: the best that the policy allows."""
+    timeout: float | None
+    """Seconds after which the sandbox ends, whatever it does; at most `max_age`, which is also the default."""
+    envs: Mapping[str, str] | None
+    """Environment variables of everything that runs in it."""
+    metadata: Mapping[str, str] | None
+    """Labels of your own, shown by `info()` and `list()`."""
+    limits: Mapping[str, Any] | None
+    """Limits of the policy to replace, by name; includes `timeout`, the default for `run_code` and commands."""
+    memory: int | str
+    cpus: float
+    pids: int
+    disk: int | str
+    tmp: int | str
+    output: int | str
+    result: int | str
+    file_size: int | str
+    open_files: int
+    idle: float | str
+    max_age: float | str
+
+
+@dataclass(frozen=True)
+class SandboxInfo:
+    """What is known about a sandbox from the outside. `enforcement` is what is in force, primitive by primitive,
+    read from the kernel; it is empty in the answers of `list()`. Times are in UTC."""
+
+    id: str
+    template: str
+    engine: str
+    level: str
+    state: str
+    started_at: datetime
+    expires_at: datetime
+    limits: Limits
+    metadata: dict[str, str] = field(default_factory=dict)
+    policy: str = "default"
+    enforcement: tuple[Enforced, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sandbox_id(self) -> str:
+        """The same as `id` (E2B's name)."""
+        return self.id
+
+    @property
+    def template_id(self) -> str:
+        """The same as `template` (E2B's name)."""
+        return self.template
+
+    @property
+    def end_at(self) -> datetime:
+        """The same as `expires_at` (E2B's name)."""
+        return self.expires_at
+
+
+def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, float | None]:
+    """The specification that engines read, and the lifetime asked for in seconds.
+
+    Raises InvalidArgumentError, PolicyError, and EnforcementError for what cannot be held.
+    """
+    from ringfence.policy.resolve import resolve
+
+    unknown = set(options) - SandboxOptions.__annotations__.keys()
+    if unknown:
+        raise InvalidArgumentError(
+            f"unknown options: {', '.join(sorted(unknown))}",
+            hint=f"known are {', '.join(sorted(SandboxOptions.__annotations__))}",
+        )
+    check_text(template, "template", empty=False)
+    engine = options.get("engine")
+    if engine not in (None, "namespace"):
+        raise InvalidArgumentError(f"unknown engine {engine!r}", hint="this version has: namespace")
+    policy: Any = resolve(options.get("policy"))
+    changes = {name: options[name] for name in _LIMITS if options.get(name) is not None}
+    limits = options.get("limits")
+    if limits is not None:
+        if not isinstance(limits, Mapping):
+            raise InvalidArgumentError(f"limits must be a dict, not {type(limits).__name__}")
+        changes = {**limits, **changes}
+    if changes:
+        policy = (policy.model() if hasattr(policy, "model") else policy).with_limits(**changes)
+    metadata = dict(options.get("metadata") or {})
+    for name, text in metadata.items():
+        check_text(name, "the name of a metadata entry")
+        check_text(text, f"metadata {name!r}")
+    fields: dict[str, Any] = {"template": template, "metadata": metadata}
+    envs = check_envs(options.get("envs"))
+    if envs:
+        fields["envs"] = envs
+    spec = policy.compile(**fields)
+    timeout = check_seconds(options.get("timeout"), "timeout", zero=False)
+    if timeout is not None and timeout > spec.limits.max_age:
+        raise InvalidArgumentError(
+            f"timeout ({timeout:g} s) is longer than limits.max_age ({spec.limits.max_age:g} s)",
+            hint="pass max_age too, or a shorter timeout",
+        )
+    return spec, timeout
+
+
+_known: dict[str, SandboxCore] = {}
+_known_lock = threading.Lock()
+
+
+class SandboxCore:
+    """One sandbox, below both facades. Made unstarted, `await start()` starts it."""
+
+    __slots__ = ("_code", "_commands", "_files", "_owner", "_session", "_spec", "_timeout", "_transfers")
+
+    def __init__(self, template: str = "base", options: Mapping[str, Any] | None = None) -> None:
+        self._spec, self._timeout = build_spec(template, options or {})
+        self._session: Session | None = None
+        self._owner = os.getpid()
+
+    @classmethod
+    def of_handle(cls, handle: CellHandle) -> SandboxCore:
+        """The core of a running sandbox: the one that there is, or a new one."""
+        with _known_lock:
+            core = _known.get(handle.id)
+            if core is None:
+                core = cls.__new__(cls)
+                core._spec = getattr(handle, "spec", None)  # type: ignore[assignment]
+                core._timeout = None
+                core._owner = os.getpid()
+                core._adopt(handle)
+            return core
+
+    @classmethod
+    def find(cls, identifier: str) -> SandboxCore:
+        """The running sandbox of this process with that id. Raises NotFoundError."""
+        from ringfence.node.node import Node
+
+        check_text(identifier, "sandbox_id", empty=False)
+        handle = Node.current().find(identifier)
+        if handle is None:
+            raise NotFoundError(
+                f"no sandbox {identifier!r} runs in this process", hint="Sandbox.list() shows those that do"
+            )
+        return cls.of_handle(handle)
+
+    @classmethod
+    def all(cls) -> list[SandboxCore]:
+        """The running sandboxes of this process, oldest first."""
+        from ringfence.node.node import Node
+
+        return [cls.of_handle(handle) for handle in Node.current().handles()]
+
+    async def start(self) -> None:
+        """Start it. Raises EnforcementError or EngineError when nothing was started."""
+        from ringfence.node.node import Node
+
+        if self._session is not None:
+            return
+        handle = await Node.current().start(self._spec)
+        with _known_lock:
+            self._adopt(handle)
+        if self._timeout is not None:
+            handle.set_expiry(handle.started_at + self._timeout)
+
+    def _adopt(self, handle: CellHandle) -> None:
+        session = Session(handle)
+        self._code = CodeRunner(session)
+        self._commands = CommandRunner(session)
+        self._files = FileOperations(session)
+        self._transfers = Transfers(self._files)
+        self._session = session
+        if session.death is None:
+            _known[handle.id] = self
+            handle.on_dead(lambda _: _known.pop(handle.id, None))
+
+    @property
+    def session(self) -> Session:
+        """The session. Raises SandboxError while it is not started."""
+        if self._session is None:
+            raise SandboxError(
+                "the sandbox is not started",
+                hint="use `async with AsyncSandbox()` or `await AsyncSandbox.create()`",
+            )
+        return self._session
+
+    @property
+    def started(self) -> bool:
+        """True once it was started, also when it has ended since."""
+        return self._session is not None
+
+    @property
+    def code(self) -> CodeRunner:
+        """Code and contexts."""
+        return self._code if self._session is not None else self.session  # type: ignore[return-value]
+
+    @property
+    def commands(self) -> CommandRunner:
+        """Commands."""
+        return self._commands if self._session is not None else self.session  # type: ignore[return-value]
+
+    @property
+    def files(self) -> FileOperations:
+        """Files."""
+        return self._files if self._session is not None else self.session  # type: ignore[return-value]
+
+    @property
+    def transfers(self) -> Transfers:
+        """Uploads and downloads."""
+        return self._transfers if self._session is not None else self.session  # type: ignore[return-value]
+
+    @property
+    def running(self) -> bool:
+        """True while it lives."""
+        return self._session is not None and self._session.death is None
+
+    @property
+    def owned(self) -> bool:
+        """False in a forked child of the process that started it."""
+        return os.getpid() == self._owner
+
+    async def kill(self) -> bool:
+        """Kill it, and wait until the host has seen the last process gone. False when it was gone already."""
+        if not self.owned:
+            raise WrongProcessError(
+                "this sandbox belongs to the parent process",
+                hint="kill it there; a forked child can start sandboxes of its own",
+            )
+        session = self._session
+        if session is None or session.death is not None:
+            return False
+        await session.kill()
+        return True
+
+    async def leave(self) -> None:
+        """The end of a `with` block: kill it, except in a forked child, where it is not ours."""
+        if self.owned:
+            await self.kill()
+
+    def info(self, enforcement: tuple[Enforced, ...] = ()) -> SandboxInfo:
+        """What is known without asking anybody."""
+        handle: Any = self.session.handle
+        spec = self._spec
+        return SandboxInfo(
+            id=handle.id,
+            template=handle.template,
+            engine=handle.engine,
+            level=handle.level,
+            state="running" if self.running else "ended",
+            started_at=datetime.fromtimestamp(handle.started_at, UTC),
+            expires_at=datetime.fromtimestamp(handle.expires_at, UTC),
+            limits=handle.limits,
+            metadata=dict(spec.metadata),
+            policy=spec.policy_name,
+            enforcement=tuple(enforcement),
+            timings=dict(handle.timings),
+        )
+
+    async def inspect(self) -> SandboxInfo:
+        """`info` with what is in force, read from the kernel now."""
+        if not self.running:
+            return self.info()
+        handle: Any = self.session.handle
+        return self.info(await wait_for(handle.inspect(), OPERATION_SECONDS))
+
+    async def stats(self) -> dict[str, Any]:
+        """What the sandbox uses, as the host counts it."""
+        session = self.session
+        if session.death is not None:
+            raise session.dead_error("stats")
+        return await wait_for(session.handle.stats(), OPERATION_SECONDS)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let the sandbox end `seconds` from now. Raises InvalidArgumentError beyond limits.max_age."""
+        import time
+
+        checked = check_seconds(seconds, "timeout")
+        session = self.session
+        if checked is None:
+            raise InvalidArgumentError("timeout must be a number of seconds, not None")
+        if session.death is not None:
+            raise session.dead_error("set_timeout")
+        session.handle.set_expiry(time.time() + checked)
+
+    @staticmethod
+    def prewarm(template: str, options: Mapping[str, Any], count: int) -> Any:
+        """Keep `count` sandboxes of that kind ready; returns the pool."""
+        from ringfence.node.node import Node
+        from ringfence.stream.checks import check_count
+
+        spec, _ = build_spec(template, options)
+        return Node.current().prewarm(spec, check_count(count, "count", highest=10_000))
+
+
+def _after_fork() -> None:
+    # The parent's sandboxes are not this process's: a child must neither list nor find them.
+    global _known_lock
+    _known.clear()
+    _known_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
