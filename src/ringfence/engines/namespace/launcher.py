@@ -29,6 +29,7 @@ _NEVER = float("inf")
 WATCH_INTERVAL = 0.05  # seconds between two looks at the memory of sandboxes without a memory cgroup
 INODES_PER_MIB = 256  # inodes a sized tmpfs grants per MiB, so that empty files cannot eat kernel memory
 SUSPICION_INTERVAL = 0.005  # the second look at a sandbox that was over once
+WATCH_TRIES = 20  # looks that may fail while a sandbox is being made, before it counts as not held
 AGENT_TASKS = 4  # processes of the agent itself (pid 1 and file workers) on top of the policy's pids
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm; part of the `tmp` limit's order of magnitude
 
@@ -48,6 +49,7 @@ class Zygote:
         self.free: list[int] = []
         self.used: set[int] = set()
         self.waiting: list[int] = []
+        self.user_namespace = ""
         self.data_size = 0  # bytes a fork inherits as RLIMIT_DATA counts them
         self.kernel = False
         self.moved: list[str] = []
@@ -70,6 +72,7 @@ class Cell:
         self.waiters: list[int] = []
         self.watch: memory_watch.MemoryWatch | None = None
         self.watched_kills = 0
+        self.watch_failures = 0
         self.frozen = False
 
     def thaw(self) -> None:
@@ -95,8 +98,7 @@ class Launcher:
         self.by_descriptor: dict[int, Any] = {}
         self.environment: dict[str, str] = {}
         self.identifiers = identifiers.Identifiers()
-        self.hierarchy = cgroups.detect()
-        self.report = cgroups.report(self.hierarchy, memory=1, pids=1, cpus=1)
+        self._detect(set())
         self.pool: Any = None
         self.dying_groups: list[Any] = []
         self.zygote_groups: list[Any] = []
@@ -104,6 +106,11 @@ class Launcher:
         self.refill_due = False
         self.sweep_due = bool(self.hierarchy.trees)  # groups of earlier lives, once, when there is nothing to do
         self.next_watch = 0.0
+
+    def _detect(self, owner: set[int]) -> None:
+        # Only the owner and this process may be moved to a leaf of a delegated group; see linux/cgroups.py.
+        self.hierarchy = cgroups.detect(may_move={os.getpid(), *owner})
+        self.report = cgroups.report(self.hierarchy, memory=1, pids=1, cpus=1)
 
     # The loop ------------------------------------------------------------------------------------------
 
@@ -210,6 +217,7 @@ class Launcher:
         self.environment = request["pass_environment"]
         if os.getppid() != request["owner"]:
             self.closing = True  # the owner ended before its pidfd was held
+        self._detect({request["owner"]})
         self.pool = cgroups.GroupPool(self.hierarchy)
         self.refill_due = bool(self.hierarchy.trees)
         return {"limits": self.report, "uid": os.geteuid()}
@@ -291,10 +299,12 @@ class Launcher:
             usable = self.hierarchy.usable
             group = self.pool.take(
                 # tmpfs pages are charged to the group, so what files may take comes on top of the processes'.
-                memory=limits["memory"] + limits["disk"] + limits["tmp"] if usable("memory") else None,
-                pids=limits["pids"] + AGENT_TASKS if usable("pids") else None,
-                cpus=limits["cpus"] if usable("cpu") else None,
+                memory := limits["memory"] + limits["disk"] + limits["tmp"] if usable("memory") else None,
+                pids := limits["pids"] + AGENT_TASKS if usable("pids") else None,
+                cpus := limits["cpus"] if usable("cpu") else None,
             )
+            # The next sandbox will most likely want the same: groups made ahead get these limits ahead.
+            self.pool.limits = (memory, pids, cpus)
         except OSError:
             self.identifiers.give_slot(zygote.plan, slot, zygote.free)
             raise
@@ -442,6 +452,7 @@ class Launcher:
         if "ready" in message:
             zygote.ready = True
             zygote.data_size = _data_size(zygote.pid)
+            zygote.user_namespace = os.readlink(f"/proc/{zygote.pid}/ns/user")
             zygote.facts = {
                 "landlock": int(message["landlock"]), "python": str(message["python"])[:40],
                 "ids": zygote.plan.kind, "zygote_pid": zygote.pid,
@@ -525,17 +536,33 @@ class Launcher:
         for cell in list(self.cells.values()):
             if cell.pid == 0 or cell.reason:
                 continue
-            if cell.watch is None:
-                try:
-                    proc = os.open(f"/proc/{cell.pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                except OSError:
-                    continue
-                cell.watch = memory_watch.MemoryWatch(proc, cell.limits["memory"])
-            if cell.watch.over():
+            if cell.watch is None and not self._begin_watch(cell):
+                continue
+            assert cell.watch is not None
+            try:
+                over = cell.watch.over()
+            except OSError:
+                over = True  # what cannot be measured is not held
+            if over:
                 cell.watched_kills += 1
                 self._kill(cell, "oom")
             elif cell.watch.suspicious:
                 self.next_watch = min(self.next_watch, time.monotonic() + SUSPICION_INTERVAL)
+
+    def _begin_watch(self, cell: Cell) -> bool:
+        """Open the sandbox's own /proc, once it has one: until then the path leads to the zygote's."""
+        try:
+            proc = os.open(f"/proc/{cell.pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if os.readlink(f"/proc/{cell.pid}/ns/user") == cell.zygote.user_namespace:
+                os.close(proc)
+                return False  # not yet confined
+        except OSError:
+            cell.watch_failures += 1
+            if cell.watch_failures > WATCH_TRIES:
+                self._kill(cell, "crashed")
+            return False
+        cell.watch = memory_watch.MemoryWatch(proc, cell.limits["memory"])
+        return True
 
     # The end -------------------------------------------------------------------------------------------
 
