@@ -42,7 +42,7 @@ LOWER = {"sandbox", "node", "stream", "engines", "gateway", "policy", "audit", "
 # Where the standard library is all there is: guest code runs in images without our packages.
 STANDARD_LIBRARY_ONLY = ("linux", "guest")
 EXCEPTIONS = {
-    "guest/python_kernel.py": {"IPython", "traitlets", "matplotlib", "pandas", "numpy", "e2b_charts"},
+    "guest/python_kernel.py": {"IPython", "traitlets", "matplotlib", "pandas", "numpy", "e2b_charts", "pickleshare"},
     "guest/rich_results.py": {"IPython", "matplotlib", "pandas", "numpy", "e2b_charts", "PIL", "sympy"},
     "guest/kernel.py": {"numpy"},
 }
