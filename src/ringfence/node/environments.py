@@ -38,7 +38,7 @@ FONT_CACHE = "share/matplotlib"
 """Below an environment: matplotlib's font list (`fontlist-v*.json`), ready to be copied or bound into
 `~/.cache/matplotlib` of a sandbox. It cannot be used in place: matplotlib ignores a read-only MPLCONFIGDIR."""
 
-FORMAT = "1"
+FORMAT = "2"
 """Part of every key: raise it when the way trees are built changes."""
 
 Progress = Callable[[str], None]
@@ -123,7 +123,7 @@ def _describe_interpreter(base_prefix: str, executable: str) -> Interpreter:
         return inside + path[len(prefix) :]
 
     library_path = None
-    if prefix != "/usr" and _shared_library(prefix):
+    if prefix != "/usr" and _needs_library(prefix, executable):
         library_path = translate(os.path.join(prefix, "lib"))
     masks = []
     for library in ("lib", "lib64"):
@@ -139,18 +139,30 @@ def _describe_interpreter(base_prefix: str, executable: str) -> Interpreter:
     )
 
 
-def _shared_library(prefix: str) -> bool:
-    """Whether a libpython of this version lies in `prefix`/lib, outside the loader's own directories.
+def _needs_library(prefix: str, executable: str) -> bool:
+    """Whether the loader must be told of `prefix`/lib for this interpreter at another place.
 
-    Conda's environments count too: their packages find libraries there by a relative path that a copy breaks.
+    True for a shared libpython that is found by an absolute path, and for conda, whose packages find libraries by
+    a path relative to their own, which a copy breaks.
     """
-    name = f"libpython{PYTHON_VERSION}{sys.abiflags}.so"
-    library = os.path.join(prefix, "lib")
+    from ringfence.node.elf import read_dynamic
+
+    if os.path.isdir(os.path.join(prefix, "conda-meta")):
+        return True
+    import mmap
+
+    with open(executable, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        dynamic = read_dynamic(content)
     return (
-        os.path.exists(os.path.join(library, name))
-        or os.path.exists(os.path.join(library, name + ".1.0"))
-        or os.path.isdir(os.path.join(prefix, "conda-meta"))
+        dynamic is not None
+        and any(name.startswith("libpython") for name in dynamic.needed)
+        and not dynamic.run_path.startswith("$ORIGIN")
     )
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def guest_library(progress: Progress | None = None) -> Path:
@@ -299,8 +311,7 @@ def _build_environment(
     os.makedirs(site_packages)
     os.makedirs(os.path.join(directory, "bin"))
     os.symlink("lib", os.path.join(directory, "lib64"))
-    for link in ("python", "python3", f"python{PYTHON_VERSION}"):
-        os.symlink(python.executable_inside, os.path.join(directory, "bin", link))
+    _place_interpreter(os.path.join(directory, "bin"), python)
     with open(os.path.join(directory, "pyvenv.cfg"), "w", encoding="utf-8") as file:
         file.write(
             f"home = {os.path.dirname(python.executable_inside)}\n"
@@ -318,6 +329,25 @@ def _build_environment(
     if any(installed.name == "matplotlib" for installed in chosen):
         _say(progress, "listing fonts")
         _list_fonts(directory, python.executable_outside)
+
+
+def _place_interpreter(directory: str, python: Interpreter) -> None:
+    """`python3.X` in the environment's `bin`: a link, or a copy that finds its shared library by itself."""
+    versioned = f"python{PYTHON_VERSION}"
+    target = os.path.join(directory, versioned)
+    moved = None
+    if python.prefix_outside and python.library_path:
+        from ringfence.node.elf import with_run_path
+
+        moved = with_run_path(_content(python.executable_outside), python.library_path)
+    if moved is None:
+        os.symlink(python.executable_inside, target)
+    else:
+        with open(target, "wb") as file:
+            file.write(moved)
+        os.chmod(target, 0o755)
+    for name in ("python", "python3"):
+        os.symlink(versioned, os.path.join(directory, name))
 
 
 def _copy_distribution(directory: str, installed: Installed) -> None:
