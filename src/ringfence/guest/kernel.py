@@ -187,9 +187,9 @@ def _zone(interrupts: _Interrupts, run: Callable[[Request], Outcome], request: R
     return run(request)
 
 
-def _idle(wait: Callable[[int], bool], descriptor: int) -> bool:
+def _idle(background: Callable[[int], None], descriptor: int) -> None:
     """The leaf's background work between cells runs below this frame."""
-    return wait(descriptor)
+    background(descriptor)
 
 
 def _send_shielded(send: Callable, compose: Callable, parts: tuple[bytes, bytes]) -> None:
@@ -507,14 +507,18 @@ def _pipeline(control: socket.socket, config: dict[str, Any]) -> Iterator[None]:
         number = 0
         while True:
             while len(buffer) < 4 or len(buffer) < 4 + _unpack_length(buffer)[0]:
-                ready = False
+                ready, failures = False, 0
                 while not ready:
                     try:
                         _sigmask(_SETMASK, open_mask)
-                        ready = _idle(background, descriptor) or bool(wait())
+                        if failures < 10:
+                            _idle(background, descriptor)
+                        ready = bool(wait())
                     except BaseException as error:  # a handler or task of the user's raised between cells
                         _hold()
-                        language.report(error, "between cells")
+                        failures += 1
+                        if failures <= 10:
+                            language.report(error, "between cells")
                     _hold()
                 piece = receive(262144)
                 if not piece:

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import types
 import warnings
 from typing import Any, NoReturn
 from collections.abc import Callable, Sequence
@@ -64,6 +65,11 @@ VALUE_LIMIT = 64 * 1024
 TRACEBACK_LIMIT = 256 * 1024
 """Characters of a traceback that are sent; of a longer one the beginning and the end."""
 
+MAX_FRAMES = 40
+
+_INTERNAL = (os.path.dirname(os.path.abspath(IPython.__file__)) + os.sep,
+             os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
 _PLAIN_TYPES = (int, float, bool, str, bytes, complex, type(None))
 
 # What the input transformers could touch. A cell without any of it passes through them unchanged, and is not tokenized.
@@ -83,6 +89,14 @@ def _no_getpass(prompt: str = "Password: ", stream: Any = None, **options: Any) 
     """getpass() in a sandbox: nobody is there to answer."""
     __tracebackhide__ = True
     raise StdinNotImplementedError("getpass() is not available here; " + _INPUT_HINT)
+
+
+def _no_breakpoint(*arguments: Any, **options: Any) -> None:
+    """breakpoint() in a sandbox: nobody is there to type commands."""
+    __tracebackhide__ = True
+    if os.environ.get("PYTHONBREAKPOINT") != "0":
+        raise StdinNotImplementedError("breakpoint() is not available here; print the values, or look at them in the "
+                                       "next cell: variables of the cell are kept")
 
 
 _no_input.__name__ = _no_input.__qualname__ = "input"
@@ -280,6 +294,7 @@ def _run_process(command: Any, text: str | None = None, shell: bool = False, cap
         command, shell=shell, executable=(os.environ.get("SHELL") or None) if shell else None,
         stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL, stdout=out, stderr=err,
         start_new_session=True)
+    process._sigint_wait_secs = 0  # type: ignore[attr-defined]  # it would wait 0.25 s, believing a terminal sent ^C
     try:
         data = text.encode("utf-8", "surrogateescape") if text is not None else None
         if capture:
@@ -658,8 +673,16 @@ def _render(shell: Any, kind: type, value: BaseException, trace: Any, compiled: 
     custom = getattr(value, "_render_traceback_", None)
     if custom is not None:
         return "\n".join(str(line) for line in custom())
-    return shell.InteractiveTB.stb2text(
+    if offset is None:
+        trace, left_out = _own_frames(trace)
+        offset = 0
+    else:
+        left_out = 0
+    text = shell.InteractiveTB.stb2text(
         shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=offset))
+    if left_out:
+        text += "\n(%d frames in the middle of the traceback are left out)" % left_out
+    return text
 
 
 def _has_group(value: Any) -> bool:
@@ -672,12 +695,37 @@ def _has_group(value: Any) -> bool:
     return False
 
 
+def _is_internal(frame: Any) -> bool:
+    return frame.f_code.co_filename.startswith(_INTERNAL)
+
+
 def _user_part(trace: Any) -> Any:
     """The traceback without the frames of IPython and of the kernel that lie above the cell."""
     first = trace
-    while first is not None and not first.tb_frame.f_code.co_filename.startswith("<ipython-input"):
+    while first is not None and _is_internal(first.tb_frame):
         first = first.tb_next
     return first if first is not None else trace
+
+
+def _own_frames(trace: Any) -> Tuple[Any, int]:
+    """The traceback without frames of IPython and the kernel, wherever they are (they say nothing about the user's
+    code, and rendering them takes most of a second), and of more than MAX_FRAMES only the outermost and innermost.
+    Returns it and the number of frames left out of the middle."""
+    entries = []
+    entry = trace
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    own = [entry for entry in entries if not _is_internal(entry.tb_frame)]
+    left_out = max(0, len(own) - MAX_FRAMES)
+    if left_out:
+        own = own[:MAX_FRAMES // 2] + own[-(MAX_FRAMES - MAX_FRAMES // 2):]
+    if not own or own == entries:
+        return trace, 0
+    chain = None
+    for entry in reversed(own):
+        chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return chain, left_out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -768,6 +816,7 @@ class _Language:
         self.shell, self.executions, self.send = shell, executions, send
         self.interrupts, self.streams, self.result_limit = interrupts, streams, result_limit
         self.silent = False
+        self.modules = (sys.modules, dict(sys.modules))
 
     def execute(self, request: Request) -> Outcome:
         """Runs a cell. Everything in here may be interrupted by KeyboardInterrupt."""
@@ -778,12 +827,7 @@ class _Language:
         shell.run_depth = 0
         shell.display_formatter.depth = 0  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
         _runner.cancelled = False
-        missing = _ORIGINAL_BUILTINS.keys() - vars(builtins).keys()
-        missing.discard("_")
-        if missing:
-            self._repair_builtins(sorted(missing))
-        if sys.modules.get("__main__") is not shell.user_module:
-            sys.modules["__main__"] = shell.user_module
+        self._repair()
         before: dict[str, str | None] = {}
         try:
             if request.env:
@@ -804,12 +848,31 @@ class _Language:
             sys.stderr.flush()
         except Exception:
             pass
+        self._repair()
         if error is None:
             return Outcome("ok", count)
         known = shell.fatal
         if known is not None and (known[0] is error or isinstance(known[0], KeyboardInterrupt)):
             return self._outcome(known[1], count)
         return self._outcome(describe_error(shell, type(error), error, error.__traceback__), count)
+
+    def _repair(self) -> None:
+        """Puts back what the interpreter cannot work without: builtins and modules that a cell removed, not those that
+        it replaced."""
+        missing = _ORIGINAL_BUILTINS.keys() - vars(builtins).keys()
+        missing.discard("_")
+        if missing:
+            self._repair_builtins(sorted(missing))
+        modules = self.modules
+        if sys.modules is not modules[0] or sys.modules.get("sys") is not sys or (
+                "IPython.core.interactiveshell" not in sys.modules):
+            sys.modules = modules[0]
+            for name, module in modules[1].items():
+                if name in ("sys", "builtins") or name not in sys.modules:
+                    sys.modules[name] = module
+            self.streams.note("modules that an earlier cell had taken out of sys.modules were put back")
+        if sys.modules.get("__main__") is not self.shell.user_module:
+            sys.modules["__main__"] = self.shell.user_module
 
     def _count(self, result: Any = None) -> int:
         count = getattr(result, "execution_count", None)
@@ -862,10 +925,10 @@ class _Language:
         asyncio = sys.modules.get("asyncio")
         return _runner.cancelled and asyncio is not None and isinstance(value, asyncio.CancelledError)
 
-    def background(self, descriptor: int) -> bool:
-        """Runs the event loop until `descriptor` is readable, when tasks are pending; else returns False at once."""
+    def background(self, descriptor: int) -> None:
+        """Runs the event loop until `descriptor` is readable, when tasks are pending; else returns at once."""
         if not _runner.has_work():
-            return False
+            return
         loop = _runner.loop
         self.interrupts.redirect = _runner.redirect
         try:
@@ -876,7 +939,6 @@ class _Language:
                 loop.remove_reader(descriptor)
         finally:
             self.interrupts.redirect = None
-        return False    # the kernel's own poll decides
 
     def report(self, error: BaseException, where: str) -> None:
         """Something of the user's raised where no cell runs."""
@@ -935,6 +997,7 @@ def _build() -> Shell:
     shell.pristine = shell._census()
     builtins.input = _no_input
     getpass.getpass = getpass.unix_getpass = _no_getpass  # type: ignore[assignment]
+    sys.breakpointhook = sys.__breakpointhook__ = _no_breakpoint  # type: ignore[misc]
     _ORIGINAL_BUILTINS.update(input=_no_input, display=vars(builtins)["display"])
     warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
     return shell
