@@ -121,8 +121,22 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_encode_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
-_decode_json = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite_float).decode
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+# The C halves of the json module, made once: its own `encode` and `decode` set them up anew for every message.
+_encoder: Any = getattr(json.encoder, "c_make_encoder", None)
+_encode_chunks = _encoder and _encoder(
+    None, _refuse, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
+)
+_encode_slowly = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
+_decoder: Any = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite_float)
+_scan_json = _decoder.scan_once
+
+
+def _encode_json(value: Any) -> str:
+    return "".join(_encode_chunks(value, 0)) if _encode_chunks else _encode_slowly(value)
 
 
 def encode_object(value: dict[str, Any], limit: int) -> bytes:
@@ -141,9 +155,12 @@ def encode_object(value: dict[str, Any], limit: int) -> bytes:
 def decode_object(data: Buffer) -> dict[str, Any]:
     """The JSON object in `data`. Raises ProtocolViolation for all else, deep nesting and huge numbers included."""
     try:
-        value = _decode_json(str(data, "utf-8"))
-    except (ValueError, RecursionError) as error:
+        text = str(data, "utf-8")
+        value, end = _scan_json(text, 0)
+    except (ValueError, RecursionError, StopIteration) as error:
         raise ProtocolViolation(f"bad JSON: {type(error).__name__}") from None
+    if end != len(text):
+        raise ProtocolViolation("bytes after the JSON of a control message")
     if type(value) is not dict:
         raise ProtocolViolation("a control message that is not a JSON object")
     return value
