@@ -19,7 +19,7 @@ DOCSTRING = '''"""`Sandbox` and what hangs on it: generated from `_sandbox_async
 Guards against twins that drift apart: a test fails when this file is not what the generator writes.
 """
 
-# fmt: off (lines are as long as their source's)
+# fmt: off
 '''
 
 RULES = (

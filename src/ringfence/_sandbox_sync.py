@@ -3,7 +3,7 @@
 Guards against twins that drift apart: a test fails when this file is not what the generator writes.
 """
 
-# fmt: off (lines are as long as their source's)
+# fmt: off
 
 from __future__ import annotations
 

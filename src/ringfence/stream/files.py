@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from ringfence.errors import (
-    FileConflictError,
     GuestError,
     InvalidArgumentError,
     LimitExceededError,
@@ -28,7 +27,6 @@ from ringfence.stream.results import (
     EntryInfo,
     FilesystemEvent,
     FilesystemEventType,
-    FileType,
     WriteInfo,
 )
 from ringfence.stream.waiting import gather, interruptible
@@ -296,16 +294,10 @@ class FileOperations:
     async def make_dir(self, path: Any, mode: int = 0o755) -> bool:
         """See `Files.make_dir`."""
         path, mode = check_path(path), check_mode(mode)
-        try:
-            await self.session.call(
-                {"op": "file.mkdir", "path": path, "parents": True, "mode": mode, "existing": False},
-                f"files.make_dir of {path!r}",
-            )
-        except FileConflictError:
-            if (await self.info(path)).type is FileType.DIR:
-                return False
-            raise
-        return True
+        reply = await self.session.call(
+            {"op": "file.mkdir", "path": path, "parents": True, "mode": mode}, f"files.make_dir of {path!r}"
+        )
+        return reply.get("created") is True
 
     async def rename(self, old: Any, new: Any) -> EntryInfo:
         """See `Files.rename`."""
