@@ -180,7 +180,7 @@ def test_prune_removes_what_is_stale_and_unused(own_cache, tmp_path):
     trees = []
     for key in ("one", "two"):
         trees.append(cache.publish("kind", key, lambda directory: None))
-        cache.remember("kind", f"identity {key}", key, [str(source)])
+        cache.remember("kind", f"identity {key}", key, cache.fingerprints([str(source)]))
     held = cache.hold(trees[0])
     assert cache.recall("kind", "identity one") == trees[0]
     assert cache.prune() == []

@@ -89,14 +89,18 @@ def recall(kind: str, identity: str) -> str | None:
     return tree if os.path.isdir(tree) else None
 
 
+def fingerprints(paths: Iterable[str]) -> list[str]:
+    """What `remember` stores of the sources. Take them before the sources are read, so that a change made
+    meanwhile is seen at the next look."""
+    return [_fingerprint(path) for path in paths]
+
+
 def remember(kind: str, identity: str, key: str, watched: Iterable[str]) -> None:
-    """Write the index entry that `recall` reads. Call it only for a published key."""
+    """Write the index entry that `recall` reads; `watched` are fingerprints. Call it only for a published key."""
     directory = _kind_directory(kind)
-    lines = [key, repr(identity)]
-    for path in watched:
-        if "\n" in path:
-            return  # no index for such a path: each start takes the slow road, which is correct
-        lines.append(_fingerprint(path))
+    lines = [key, repr(identity), *watched]
+    if any("\n" in line for line in lines):
+        return  # no index for such a path: each start takes the slow road, which is correct
     target = _index_path(directory, identity)
     temporary = f"{target}.{os.getpid()}.{_token()}"
     with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -260,9 +264,9 @@ def _fingerprint(path: str) -> str:
     return f"{size} {state.st_mtime_ns} {path}"
 
 
-def _unchanged(fingerprints: Iterable[str]) -> bool:
+def _unchanged(lines: Iterable[str]) -> bool:
     try:
-        return all(_fingerprint(line.split(" ", 2)[2]) == line for line in fingerprints)
+        return all(_fingerprint(line.split(" ", 2)[2]) == line for line in lines)
     except (OSError, IndexError):
         return False
 

@@ -187,7 +187,7 @@ def guest_library_directory(progress: Progress | None = None) -> str:
     from ringfence import __version__
 
     watched: list[str] = []
-    contents: dict[str, bytes] = {}
+    sources: list[str] = []
     for part in ("linux", "guest"):
         for folder, directories, files in os.walk(os.path.join(package, part)):
             directories[:] = sorted(name for name in directories if name != "__pycache__")
@@ -196,8 +196,9 @@ def guest_library_directory(progress: Progress | None = None) -> str:
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
                     watched.append(path)
-                    with open(path, "rb") as file:
-                        contents[os.path.relpath(path, package)] = file.read()
+                    sources.append(path)
+    fingerprints = cache.fingerprints(watched)
+    contents = {os.path.relpath(path, package): _content(path) for path in sources}
     contents["__init__.py"] = (
         '"""The part of Ringfence that runs inside a sandbox; the whole package is on the host only."""\n\n'
         f'__version__ = "{__version__}"\n'
@@ -217,7 +218,7 @@ def guest_library_directory(progress: Progress | None = None) -> str:
 
     key = digest.hexdigest()[:32]
     tree = cache.publish("guest", key, build, progress)
-    cache.remember("guest", identity, key, watched)
+    cache.remember("guest", identity, key, fingerprints)
     return tree
 
 
@@ -257,8 +258,12 @@ def python_environment_directory(name: str = "base", progress: Progress | None =
 
     from ringfence.node import distributions
 
+    fingerprints = cache.fingerprints(paths)
     extra = [package for package in recipe.when_installed if distributions.find(package, paths)]
     chosen = distributions.closure((*recipe.packages, *extra), paths, recipe.hint)
+    fingerprints += cache.fingerprints(
+        os.path.join(installed.root, _record_path(installed)) for installed in chosen
+    )
     bundled_pip = None if "pip" in extra else _bundled_pip()
     digest = hashlib.sha256(
         "\t".join(
@@ -274,8 +279,7 @@ def python_environment_directory(name: str = "base", progress: Progress | None =
 
     key = f"{name}-{digest.hexdigest()[:32]}"
     tree = cache.publish("environments", key, build, progress)
-    watched = [*paths, *(os.path.join(installed.root, _record_path(installed)) for installed in chosen)]
-    cache.remember("environments", identity, key, watched)
+    cache.remember("environments", identity, key, fingerprints)
     return tree
 
 
