@@ -62,6 +62,7 @@ class Command(Exchange):
         "_oom_kills",
         "_queue",
         "_registry",
+        "_reserved",
         "_result",
         "_stopped",
         "_wake_on_start",
@@ -100,6 +101,7 @@ class Command(Exchange):
         self._queue: deque[tuple[int, bytes, int]] = deque()
         self._live = False
         self._consumed = False
+        self._reserved = False  # attached before the start, for the callbacks of `run`
         self._decoders: dict[int, Any] = {}
         self._wake_on_start = False
         self._oom_kills = session.oom_kills
@@ -264,7 +266,9 @@ class Command(Exchange):
         """Wait for the end. `timeout` bounds the waiting only, not the command."""
         until = None if timeout is None else time.monotonic() + timeout
         if on_stdout is not None or on_stderr is not None or on_pty is not None:
-            self.attach()
+            if not self._reserved:
+                self.attach()
+            self._reserved = False
             try:
                 await self._call_back(on_stdout, on_stderr, on_pty, until)
             finally:
@@ -561,6 +565,10 @@ class CommandRunner:
         """Run in the foreground."""
         for name, callback in (("on_stdout", on_stdout), ("on_stderr", on_stderr), ("on_pty", on_pty)):
             check_callback(callback, name)
+            if callback is not None and not command._reserved:
+                # Before the start, so that the order of the two streams is kept from the first byte on.
+                command.attach()
+                command._reserved = True
         self.begin(command, request)
         try:
             if text is not None:
