@@ -37,7 +37,7 @@ from ringfence.guest.jobs import Command, Refused, Spawner, text_of
 from ringfence.guest.loop import READ, WRITE, Loop
 from ringfence.guest.processes import Marks
 from ringfence.guest.protocol import CLOSE, CREDIT, DATA, EOF, EVENT, MAX_JSON, OPEN, Mux, ProtocolViolation
-from ringfence.linux.syscalls import check, libc, prctl
+from ringfence.linux.syscalls import NUMBER, call, check, libc, prctl
 
 _RECEIVE = 256 << 10
 _HIGH_WATER = 4 << 20
@@ -110,6 +110,8 @@ class Agent:
 
     def run(self) -> NoReturn:
         os.umask(0o022)
+        # Whatever the engine left open: no command may inherit it (close_range(2), CLOSE_RANGE_CLOEXEC).
+        call(NUMBER["close_range"], 3, 0x7FFFFFFF, 4, what="close_range")
         for number in IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         # Children reset the mask, so only the agent reads its signals from a descriptor.

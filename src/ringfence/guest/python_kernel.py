@@ -1045,6 +1045,7 @@ def warm(modules: Sequence[str] = ()) -> list[str]:
     where the environment carries a font cache (it is read, also when it is not writable).
     """
     global _shell
+    descriptors = _descriptors()
     os.environ.setdefault("MPLBACKEND", INLINE_BACKEND)
     main_before = sys.modules.get("__main__")
     shell = _build()
@@ -1076,8 +1077,30 @@ def warm(modules: Sequence[str] = ()) -> list[str]:
     _shell = shell
     # The caller's own __main__ stays alive: its functions are still running.
     shell.meta.host_main = main_before
+    _close_fonts()
     gc.collect()
+    problems += ["left open: fd %d (%s)" % item for item in sorted(_descriptors().items())
+                 if item[0] not in descriptors]
     return problems
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink("/proc/self/fd/" + name)
+        except OSError:
+            pass    # the one that listed the directory
+    return found
+
+
+def _close_fonts() -> None:
+    """matplotlib keeps font files open. Forks would share their file offset, and read each other's glyphs."""
+    manager = sys.modules.get("matplotlib.font_manager")
+    for name in ("_get_font", "get_font"):
+        clear = getattr(getattr(manager, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def _import_matplotlib() -> None:

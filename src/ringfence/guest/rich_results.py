@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+import warnings
 from binascii import b2a_base64
 from json import encoder as _json_encoder
 from typing import Any
@@ -94,11 +95,11 @@ def _clean(value: Any, depth: int) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)   # the value of a str enumeration, not its name
     if isinstance(value, int):
-        return int(value)
+        return int.__index__(value)
     if isinstance(value, float):
-        return float(value) if value - value == 0 else None
+        return float.__float__(value) if value - value == 0 else None
     if depth > _JSON_DEPTH:
         return "..."
     if isinstance(value, dict):
@@ -223,7 +224,9 @@ def chart_of_figure(figure: Any) -> dict[str, Any] | None:
     try:
         from e2b_charts import chart_figure_to_dict
 
-        return chart_figure_to_dict(figure) or None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # about masked values: not the user's code, not the user's concern
+            return chart_figure_to_dict(figure) or None
     except Exception:
         return None
 
