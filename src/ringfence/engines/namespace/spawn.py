@@ -166,13 +166,15 @@ def _child(
             root.open_sources()
         place = root.build(host_name)
         step = "process namespace"
+        # The zygote pivots the root of this mount namespace, ours too: /proc may be another one a moment from now.
+        information = os.open("/proc/self/fdinfo", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         namespaces.unshare(namespaces.CLONE_NEWPID)
         pid, pidfd = namespaces.fork_into(namespaces.CLONE_PARENT)
         if pid == 0:
-            os.close(pidfd) if pidfd >= 0 else None
+            os.close(information)
             step = "proc"
             _become_zygote(place, command, environment, host_name)
-        socket.send_fds(sync, [b"z" + str(_outer_pid(pidfd)).encode()], [pidfd])
+        socket.send_fds(sync, [b"z" + str(_outer_pid(information, pidfd)).encode()], [pidfd])
         os._exit(0)
     except OSError as error:
         _complain(sync, step, error)
@@ -205,9 +207,9 @@ def _arrange_descriptors(control: socket.socket, sync: socket.socket) -> None:
     close_from([0, 1, 2, 3, 4])
 
 
-def _outer_pid(pidfd: int) -> int:
-    """The pid behind `pidfd` as this process's own pid namespace numbers it (/proc/self/fdinfo, proc(5))."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as information:
+def _outer_pid(directory: int, pidfd: int) -> int:
+    """The pid behind `pidfd` as this process's own pid namespace numbers it; `directory` is its /proc/self/fdinfo."""
+    with open(os.open(str(pidfd), os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)) as information:
         for line in information:
             if line.startswith("Pid:"):
                 return int(line.split()[1])
