@@ -96,7 +96,7 @@ class Zygote:
         born = descriptors.pop(1) if request["born"] else -1
         network = self.networks.pop() if self.networks else -1
         try:
-            pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES, born)
+            pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES, born, hooks=False)
         except OSError as error:
             self._say({"failed": request["id"], "step": "clone3", "message": str(error)})
             ours.close()

@@ -57,11 +57,13 @@ _thread_id_address = ctypes.c_void_p(0)
 libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(_thread_id_address), 0, 0, 0)
 
 
-def fork_into(flags: int, cgroup: int = -1) -> tuple[int, int]:
+def fork_into(flags: int, cgroup: int = -1, *, hooks: bool = True) -> tuple[int, int]:
     """Fork into new namespaces. Returns (pid, pidfd) in the parent and (0, -1) in the child.
 
     Preconditions: the calling process has one thread. `flags` are CLONE_NEW* bits (clone(2)). With `cgroup`, a
-    descriptor of a v2 group, the child is born in that group (CLONE_INTO_CGROUP, Linux 5.7).
+    descriptor of a v2 group, the child is born in that group (CLONE_INTO_CGROUP, Linux 5.7). Without `hooks`
+    the interpreter's own fork handlers are left out: they renew locks that no other thread can hold here, and
+    touch two hundred pages for it (about a millisecond); the child must not rely on `random` being reseeded.
     Raises OSError where the kernel refuses, EPERM above all where user namespaces are switched off.
     """
     arguments = _CloneArguments()
@@ -76,13 +78,16 @@ def fork_into(flags: int, cgroup: int = -1) -> tuple[int, int]:
     if _thread_id_address.value:
         arguments.flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
         arguments.child_tid = _thread_id_address.value
-    _before_fork()
+    if hooks:
+        _before_fork()
     result = call_holding_lock(NUMBER["clone3"], ctypes.byref(arguments), ctypes.sizeof(arguments))
     if result == 0:
-        _after_fork_child()
+        if hooks:
+            _after_fork_child()
         return 0, -1
     error = ctypes.get_errno()
-    _after_fork_parent()
+    if hooks:
+        _after_fork_parent()
     if result < 0:
         raise OSError(error, os.strerror(error), f"clone3({flags:#x})")
     return result, pidfd.value
