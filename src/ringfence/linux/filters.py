@@ -149,8 +149,7 @@ ALLOWED: tuple[Group, ...] = (
     ),
     Group(
         "sockets once they exist: which kinds may exist is decided at socket()",
-        "bind listen accept accept4 connect shutdown getsockname getpeername getsockopt sendto recvfrom sendmsg "
-        "recvmsg sendmmsg recvmmsg",
+        "bind listen accept accept4 connect shutdown getsockname getpeername getsockopt recvfrom recvmsg recvmmsg",
     ),
     Group(
         "System V and POSIX IPC inside the sandbox's own IPC namespace",
@@ -314,6 +313,7 @@ SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_SEQPACKET = 1, 2, 3, 5
 SOCK_TYPE_MASK = 0xF
 IPPROTO_IP, IPPROTO_TCP, IPPROTO_UDP = 0, 6, 17
 NETLINK_ROUTE = 0
+MSG_OOB = 1
 SOL_IP, SOL_SOCKET, SOL_TCP, SOL_UDP, SOL_IPV6 = 0, 1, 6, 17, 41
 
 # ioctl(2). The kernel takes the command as an unsigned int, so only the lower half is compared.
@@ -368,6 +368,7 @@ RENAME_WHITEOUT = 4
 _HUGE_PAGES = "huge pages come from a pool of the whole machine and are not charged to the memory limit"
 _SET_ID = "set-id bits: a file left with them in a shared directory would run as its owner on the host"
 _PROCESS_1 = "process 1: the agent is not to be signalled, slowed down or limited by what it keeps"
+_URGENT = "urgent data: dead in practice, and on local sockets a way into the kernel (CVE-2025-38236)"
 _WATCHED = "memory that belongs to no process escapes a limit that is watched per process"
 
 
@@ -382,6 +383,11 @@ def _mode(mode: int, flags: int | None = None) -> Rule:
     if flags is not None:
         tests.append(any_bit(flags, O_CREAT | O_TMPFILE_BIT))
     return Rule((when(_EPERM, *tests),), ALLOW)
+
+
+def _not_urgent(flags: int) -> Rule:
+    """No MSG_OOB in argument `flags`."""
+    return Rule((when(errno_verdict(EOPNOTSUPP), any_bit(flags, MSG_OOB)),), ALLOW)
 
 
 def _node(mode: int) -> Rule:
@@ -441,6 +447,9 @@ _ARGUMENT_RULES: dict[str, ArgumentRule] = {
             ALLOW,
         ),
     ),
+    "sendto": ArgumentRule(_URGENT, _not_urgent(3)),
+    "sendmsg": ArgumentRule(_URGENT, _not_urgent(2)),
+    "sendmmsg": ArgumentRule(_URGENT, _not_urgent(3)),
     "ioctl": ArgumentRule(
         "terminals, reading of interfaces, file facts and clones. No typing into a terminal (TIOCSTI, TIOCLINUX: "
         "CVE-2017-5226, CVE-2023-28100), no line disciplines (CVE-2017-2636), no file flags, no file-system, "
