@@ -544,7 +544,7 @@ def outcomes() -> dict[Case, tuple[str, str]]:
     found: dict[Case, tuple[str, str]] = {}
     for options in {value.options for value in LIVE}:
         chosen = [value for value in LIVE if value.options == options]
-        program = filters.guest_filter(**options_of(chosen[0]))
+        program = filters.guest_filter(None, **options_of(chosen[0]))
         found.update(
             zip(chosen, zip(run_all(chosen, None), run_all(chosen, program), strict=True), strict=True)
         )

@@ -6,7 +6,7 @@ filter for either architecture can be built and tested on any machine.
 
 Sources: the kernel's arch/x86/entry/syscalls/syscall_64.tbl and scripts/syscall.tbl (the table aarch64 shares
 with the newer architectures, include/uapi/asm-generic/unistd.h before 6.11). Numbers from 424 on are the same
-everywhere. A new kernel call is one word at the end of `_UNIFIED`, and one line in `filters.py`.
+everywhere. A new kernel call is one word at the end of `_UNIFIED_FROM_424`, and one line in `filters.py`.
 """
 
 from __future__ import annotations
