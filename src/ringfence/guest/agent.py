@@ -12,6 +12,7 @@ Everything is imported here and now: after the start the agent must not import f
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import platform
@@ -112,8 +113,11 @@ class Agent:
         os.umask(0o022)
         # Whatever the engine left open: no command may inherit it (close_range(2), CLOSE_RANGE_CLOEXEC).
         call(NUMBER["close_range"], 3, 0x7FFFFFFF, 4, what="close_range")
-        for number in IGNORED_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        # The kernel drops signals for which pid 1 has no handler; so it must have none, whatever was set before.
+        faulthandler.disable()
+        for number in range(1, 32):
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_IGN if number in IGNORED_SIGNALS else signal.SIG_DFL)
         # Children reset the mask, so only the agent reads its signals from a descriptor.
         signal.pthread_sigmask(signal.SIG_SETMASK, (signal.SIGCHLD,))
         mask = ctypes.c_uint64(1 << (signal.SIGCHLD - 1))

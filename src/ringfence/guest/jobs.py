@@ -286,6 +286,7 @@ class Command:
         self.cancelled = False
         self.killed = False
         self._report = -1
+        self._failing = False
         self._kill: processes.TreeKill | None = None
         self.closed = False
         argv = request.get("argv")
@@ -380,6 +381,7 @@ class Command:
             text = b""
         os.close(descriptor)
         if text.isdigit():
+            self._failing = True
             for source in self.sources:
                 source.close()
             self._failed("program", self.argv[0], int(text))
@@ -496,6 +498,8 @@ class Command:
         self.exit = (status, usage)
         if self._report >= 0:
             self._reported()
+            if self._failing:
+                return
         if self.closed:
             self._release()
         elif self._kill is None:
@@ -507,7 +511,7 @@ class Command:
         self._maybe_close()
 
     def _source_ended(self) -> None:
-        if self.exit is not None and self._kill is None:
+        if self.exit is not None and self._kill is None and not self._failing:
             self._maybe_close()
 
     def _maybe_close(self) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64 << 10
 _FINISH_TERMINAL = 1 << 20
+_TERMINAL_REST = 0.05
 _INT = struct.Struct("i")
 
 
@@ -91,7 +92,11 @@ class Source:
             if self._finishing:
                 self._finished()
             return False
-        except OSError:  # EIO: the last process has closed the terminal
+        except OSError:  # EIO: no process has the terminal open now
+            if self.terminal and not self._finishing:
+                # One may open it again; and closing the master here would hang up on a leader that is about to exit.
+                self._rest()
+                return False
             data = b""
         if not data:
             self.close()
@@ -106,6 +111,12 @@ class Source:
                 self._finished()
                 return False
         return True
+
+    def _rest(self) -> None:
+        if self._watched:
+            self._agent.loop.forget(self.descriptor)
+            self._watched = False
+            self._agent.loop.after(_TERMINAL_REST, self.resume)
 
     def _stall(self) -> None:
         if self._watched:
