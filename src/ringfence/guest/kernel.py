@@ -376,7 +376,7 @@ def renew_identity(seed: bytes) -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def _prepare(config: dict[str, Any]) -> list[str]:
+def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
     """Environment, directory, entropy. Returns notes for the user."""
     notes = []
     env = config.get("env")
@@ -397,7 +397,7 @@ def _prepare(config: dict[str, Any]) -> list[str]:
             notes.append("cannot enter %r: %s; working in %r" % (cwd, error.strerror, os.getcwd()))
     seed = config.get("random") or ""
     renew_identity(bytes.fromhex(seed) if isinstance(seed, str) else seed)
-    if not config.get("dumpable", False):
+    if not config.get("dumpable", False) and not rehearsal:
         # Another context of this sandbox has the same uid; it must not open /proc/<this pid>/mem or fd/1.
         _libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     return notes
@@ -428,7 +428,42 @@ def run(control: socket.socket, config: dict[str, Any]) -> NoReturn:
     _exit(0)
 
 
-def _pipeline(control: socket.socket, config: dict[str, Any]) -> Iterator[None]:
+def rehearse(code: str, config: dict[str, Any]) -> None:
+    """Runs one cell through the whole path of a child in this process, with output to /dev/null, and puts everything
+    back: a zygote's children then find the path's pages, caches and specialised bytecode as their own."""
+    import gc
+
+    saved = {number: os.dup(number) for number in (1, 2)}
+    streams = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
+    handler, mask = _getsignal(_SIGINT), _sigmask(_BLOCK, ())
+    environment, path, arguments = dict(os.environ), list(sys.path), list(sys.argv)
+    here, theirs = socket.socketpair()
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for number in saved:
+            os.dup2(null, number)
+        message = json.dumps({"do": "execute", "token": "00" * 16, "code": code, "quiet": False}).encode()
+        here.sendall(_pack_length(len(message)) + message)
+        here.shutdown(socket.SHUT_WR)
+        here.settimeout(None)
+        deque(_pipeline(theirs, dict(config, env=None), rehearsal=True), maxlen=0)
+    finally:
+        for number, copy in saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(null)
+        here.close()
+        sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
+        _setsignal(_SIGINT, signal.default_int_handler if handler is None else handler)
+        _sigmask(_SETMASK, mask)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:], sys.argv[:] = path, arguments
+        execution_of_task.set(0)
+        gc.collect()
+
+
+def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = False) -> Iterator[None]:
     _hold()
     signal.set_wakeup_fd(-1)
     owner = _getpid()
@@ -443,8 +478,9 @@ def _pipeline(control: socket.socket, config: dict[str, Any]) -> Iterator[None]:
     channel = socket.socket(fileno=descriptor)
     channel.setblocking(True)
     streams = Streams()
-    notes = _prepare(config)
-    faulthandler.enable(2)  # a native crash leaves a Python traceback on stderr, as in Jupyter
+    notes = _prepare(config, rehearsal)
+    if not rehearsal:
+        faulthandler.enable(2)  # a native crash leaves a Python traceback on stderr, as in Jupyter
 
     # --- senders -----------------------------------------------------------------------------------------------------
     # compose_*((length, payload)) = length + type + token + payload, as the C method bytes.join of type+token.
@@ -493,7 +529,8 @@ def _pipeline(control: socket.socket, config: dict[str, Any]) -> Iterator[None]:
             channel = None  # type: ignore[assignment]  # a grandchild must not close a number that is now another file
             streams.close_saved()
 
-    os.register_at_fork(after_in_child=close_in_child)
+    if not rehearsal:
+        os.register_at_fork(after_in_child=close_in_child)
 
     # --- requests ----------------------------------------------------------------------------------------------------
     def requests() -> Iterator[Request]:
@@ -522,6 +559,8 @@ def _pipeline(control: socket.socket, config: dict[str, Any]) -> Iterator[None]:
                     _hold()
                 piece = receive(262144)
                 if not piece:
+                    if rehearsal:
+                        close_in_child()
                     return
                 buffer += piece
                 if len(buffer) >= 4 and _unpack_length(buffer)[0] > MAX_REQUEST:

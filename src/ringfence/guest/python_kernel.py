@@ -805,6 +805,7 @@ class _LoopRunner:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _shell: Shell | None = None
+_modules: dict[str, Any] = {}   # as the zygote had them; a copy in each child would touch, and so copy, every module
 _runner = _LoopRunner()
 
 
@@ -816,7 +817,7 @@ class _Language:
         self.shell, self.executions, self.send = shell, executions, send
         self.interrupts, self.streams, self.result_limit = interrupts, streams, result_limit
         self.silent = False
-        self.modules = (sys.modules, dict(sys.modules))
+        self.modules = (sys.modules, _modules)
 
     def execute(self, request: Request) -> Outcome:
         """Runs a cell. Everything in here may be interrupted by KeyboardInterrupt."""
@@ -827,7 +828,8 @@ class _Language:
         shell.run_depth = 0
         shell.display_formatter.depth = 0  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
         _runner.cancelled = False
-        self._repair()
+        if sys.modules.get("__main__") is not shell.user_module:
+            sys.modules["__main__"] = shell.user_module
         before: dict[str, str | None] = {}
         try:
             if request.env:
@@ -870,9 +872,7 @@ class _Language:
             for name, module in modules[1].items():
                 if name in ("sys", "builtins") or name not in sys.modules:
                     sys.modules[name] = module
-            self.streams.note("modules that an earlier cell had taken out of sys.modules were put back")
-        if sys.modules.get("__main__") is not self.shell.user_module:
-            sys.modules["__main__"] = self.shell.user_module
+            self.streams.note("modules that a cell had taken out of sys.modules were put back")
 
     def _count(self, result: Any = None) -> int:
         count = getattr(result, "execution_count", None)
@@ -908,7 +908,7 @@ class _Language:
     def _repair_builtins(self, names: Sequence[str]) -> None:
         for name in names:
             vars(builtins)[name] = _ORIGINAL_BUILTINS[name]
-        self.streams.note("builtins that an earlier cell had taken away were put back: " + ", ".join(names[:10])
+        self.streams.note("builtins that a cell had taken away were put back: " + ", ".join(names[:10])
                           + (" and %d more" % (len(names) - 10) if len(names) > 10 else ""))
 
     def publish(self, bundle: dict[str, Any], metadata: Any, main: bool, extra: Any) -> None:
@@ -1003,22 +1003,6 @@ def _build() -> Shell:
     return shell
 
 
-class _Rehearsal:
-    """Stands in for the kernel while the zygote runs its warm-up cells."""
-
-    pending = executing = fired = False
-    redirect = None
-
-    def mine(self) -> int:
-        return 1
-
-    def send(self, number: int, payload: bytes, may_wait: bool) -> bool:
-        return True
-
-    def note(self, text: str) -> None:
-        pass
-
-
 _WARM_CELLS = (
     "1+1",
     "x = [1, 2.5, 'a']\nfor i in range(3):\n    x.append(i)\nx",
@@ -1057,28 +1041,21 @@ def warm(modules: Sequence[str] = ()) -> list[str]:
             __import__(name)
         except Exception as error:
             problems.append("%s: %s: %s" % (name, type(error).__name__, error))
-    rehearsal = _Rehearsal()
-    language = _Language(shell, rehearsal, rehearsal.send, rehearsal, rehearsal, kernel.DEFAULT_RESULT_LIMIT)
-    shell.link = language
-    streams = sys.stdout, sys.stderr
-    sink = open(os.devnull, "w", encoding="utf-8")
-    cells = _WARM_CELLS + tuple(cell for name, cell in _WARM_DATA if name in sys.modules)
-    try:
-        sys.stdout = sys.stderr = sink
-        for number, cell in enumerate(cells * 2):
-            try:
-                language.execute(Request(number + 1, cell, False, None))
-            except BaseException as error:
-                problems.append("warm-up cell %r: %s: %s" % (cell, type(error).__name__, error))
-    finally:
-        sys.stdout, sys.stderr = streams
-        sink.close()
-    _reset(shell)
     _shell = shell
+    cells = _WARM_CELLS + tuple(cell for name, cell in _WARM_DATA if name in sys.modules)
+    for cell in cells * 2:
+        try:
+            kernel.rehearse(cell, {"language": "python", "random": ""})
+        except Exception as error:
+            problems.append("warm-up cell %r: %s: %s" % (cell, type(error).__name__, error))
+    _reset(shell)
+    _modules.clear()
+    _modules.update(sys.modules)
     # The caller's own __main__ stays alive: its functions are still running.
     shell.meta.host_main = main_before
     _close_fonts()
     gc.collect()
+    gc.freeze()     # a full collection in a child would write to every object, and so copy every page
     problems += ["left open: fd %d (%s)" % item for item in sorted(_descriptors().items())
                  if item[0] not in descriptors]
     return problems
