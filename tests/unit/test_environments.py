@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import marshal
 import os
+import py_compile
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ringfence.errors import EngineError, InvalidArgumentError
-from ringfence.node import cache, distributions, elf, environments
+from ringfence.node import bytecode, cache, distributions, elf, environments
 
 TINY = environments._Recipe(("pure-eval", "stack-data"), (), "pip install tiny")
 SOURCE = str(Path(environments.__file__).parents[2])
@@ -231,6 +232,34 @@ def test_an_environment_is_a_neutral_copy(own_cache):
     compiled = next((site_packages / "pure_eval" / "__pycache__").glob("core.*.pyc")).read_bytes()
     inside = f"/opt/env/{environments.SITE_PACKAGES}/pure_eval/core.py"
     assert marshal.loads(compiled[16:]).co_filename == inside
+
+
+def test_byte_code_of_the_installed_file_is_taken_only_while_it_belongs_to_its_content(tmp_path):
+    source = tmp_path / "module.py"
+    source.write_text("def function():\n    return 1\n")
+    content = source.read_bytes()
+    assert bytecode.cached(str(source), content) is None
+    py_compile.compile(str(source))
+    code = bytecode.cached(str(source), content)
+    assert code is not None
+    moved = bytecode.renamed(code, "/opt/env/module.py")
+    names = {
+        inner.co_filename for inner in [moved, *(c for c in moved.co_consts if hasattr(c, "co_filename"))]
+    }
+    assert names == {"/opt/env/module.py"}
+    assert bytecode.cached(str(source), content + b"#") is None
+    os.utime(source, (1, 1))
+    assert bytecode.cached(str(source), content) is None
+    py_compile.compile(str(source), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert bytecode.cached(str(source), content) is not None
+    assert bytecode.cached(str(source), b"other") is None
+
+
+def test_a_file_that_does_not_compile_is_left_without_byte_code(tmp_path):
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "good.py").write_text("x = 1")
+    environments._compile(str(tmp_path), "/opt/env", environments.interpreter().executable_outside, {})
+    assert [path.name.split(".")[0] for path in (tmp_path / "__pycache__").iterdir()] == ["good"]
 
 
 def test_there_is_no_environment_of_any_name():

@@ -38,7 +38,7 @@ FONT_CACHE = "share/matplotlib"
 """Below an environment: matplotlib's font list (`fontlist-v*.json`), ready to be copied or bound into
 `~/.cache/matplotlib` of a sandbox. It cannot be used in place: matplotlib ignores a read-only MPLCONFIGDIR."""
 
-FORMAT = "2"
+FORMAT = "3"
 """Part of every key: raise it when the way trees are built changes."""
 
 Progress = Callable[[str], None]
@@ -214,7 +214,7 @@ def guest_library_directory(progress: Progress | None = None) -> str:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             with open(target, "wb") as file:
                 file.write(content)
-        _compile(directory, LIBRARY_INSIDE, parallel=False)
+        _compile(directory, LIBRARY_INSIDE, interpreter().executable_outside, {})
 
     key = digest.hexdigest()[:32]
     tree = cache.publish("guest", key, build, progress)
@@ -323,13 +323,14 @@ def _build_environment(
             f"version = {'.'.join(map(str, sys.version_info[:3]))}\n"
             f"executable = {python.executable_inside}\n"
         )
+    sources: dict[str, str] = {}
     for number, installed in enumerate(chosen, 1):
         _say(progress, f"copying packages ({number}/{len(chosen)}): {installed.name} {installed.version}")
-        _copy_distribution(directory, installed)
+        _copy_distribution(directory, installed, sources)
     if bundled_pip:
         _unpack_pip(directory, bundled_pip)
     _say(progress, "compiling packages")
-    _compile(directory, ENVIRONMENT_INSIDE, parallel=True, executable=python.executable_outside)
+    _compile(directory, ENVIRONMENT_INSIDE, python.executable_outside, sources)
     if any(installed.name == "matplotlib" for installed in chosen):
         _say(progress, "listing fonts")
         _list_fonts(directory, python.executable_outside)
@@ -354,7 +355,8 @@ def _place_interpreter(directory: str, python: Interpreter) -> None:
         os.symlink(versioned, os.path.join(directory, name))
 
 
-def _copy_distribution(directory: str, installed: Installed) -> None:
+def _copy_distribution(directory: str, installed: Installed, sources: dict[str, str]) -> None:
+    """Copy one package; `sources` learns where each file came from."""
     import shutil
 
     from ringfence.node import distributions
@@ -367,6 +369,8 @@ def _copy_distribution(directory: str, installed: Installed) -> None:
     copied: set[str] = set()
     made: set[str] = set()
     for file in distributions.files_to_copy(installed, SITE_PACKAGES):
+        if "/tests/" in file.destination:
+            continue  # packages' own test suites: a third of the files, of no use inside
         folder, name = os.path.split(file.destination)
         if folder == "bin" and name in scripts:
             copied.add(file.record_path)
@@ -380,6 +384,7 @@ def _copy_distribution(directory: str, installed: Installed) -> None:
         shutil.copyfile(file.source, target)
         if os.access(file.source, os.X_OK):
             os.chmod(target, 0o755)
+        sources[file.destination] = file.source
         if folder == "bin":
             _neutral_shebang(target)
         copied.add(file.record_path)
@@ -458,26 +463,16 @@ def _unpack_pip(directory: str, wheel: str) -> None:
         _write_script(os.path.join(directory, "bin", name), "pip._internal.cli.main:main")
 
 
-def _compile(directory: str, inside: str, parallel: bool, executable: str | None = None) -> None:
-    """Byte-compile for the paths inside. Unchecked hashes: the tree is read-only, so a `stat` per import is waste."""
-    if not parallel:
-        import compileall
-        from py_compile import PycInvalidationMode
+def _compile(directory: str, inside: str, executable: str, sources: dict[str, str]) -> None:
+    """Byte-compile for the paths inside, in a process of its own: see `bytecode`.
 
-        compileall.compile_dir(
-            directory,
-            quiet=2,
-            stripdir=directory,
-            prependdir=inside,
-            invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,
-        )
-        return
-    # In a process of its own: worker processes of the user's program would be forks of whatever runs in it.
-    arguments = ["-m", "compileall", "-q", "-q", "-j", "0", "-x", "/tests?/", "-s", directory, "-p", inside]
-    # Exit code 1 means that some file does not compile: packages ship templates and samples that never did.
-    _run(
-        executable or sys.executable, [*arguments, "--invalidation-mode", "unchecked-hash", directory], (0, 1)
+    `sources`: the installed file that each file of the tree was copied from, whose byte code may be taken.
+    """
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bytecode.py")
+    pairs = b"".join(
+        os.fsencode(text) + b"\0" for pair in sources.items() if pair[0].endswith(".py") for text in pair
     )
+    _run(executable, [script, directory, inside], (0,), pairs=pairs)
 
 
 _FONT_SCRIPT = """
@@ -519,6 +514,7 @@ def _run(
     arguments: list[str],
     expected: tuple[int, ...] | None,
     environment: dict[str, str] | None = None,
+    pairs: bytes = b"",
 ) -> None:
     """Run the interpreter by itself: isolated, without packages, from the root directory, with a built environment."""
     import subprocess
@@ -528,7 +524,7 @@ def _run(
         [executable, "-I", "-S", *arguments],
         cwd="/",
         env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "LD_LIBRARY_PATH": library, **(environment or {})},
-        stdin=subprocess.DEVNULL,
+        input=pairs,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         check=False,
