@@ -874,6 +874,11 @@ class _Language:
                     sys.modules[name] = module
             self.streams.note("modules that a cell had taken out of sys.modules were put back")
 
+        namespace = self.shell.user_ns
+        if "_oh" not in namespace:  # globals().clear()
+            namespace.setdefault("__name__", "__main__")
+            self.shell.init_user_ns()
+
     def _count(self, result: Any = None) -> int:
         count = getattr(result, "execution_count", None)
         if isinstance(count, int):
