@@ -213,6 +213,12 @@ class Session:
                 handle.operation_ended()
             if isinstance(error, SandboxDeadError):
                 # The connection raises one and the same object to everybody; a traceback wants its own.
+                if self.death is None and error.reason == "crashed":
+                    # The stream has ended, and the node is about to hear why.
+                    try:
+                        self._mourned.wait(0.25)
+                    except TimeoutError:
+                        pass
                 if self.death is None:
                     self._died(error)
                 raise self.dead_error() from None
@@ -303,7 +309,9 @@ class Session:
 
     async def kill(self, reason: str = "killed") -> None:
         """Kill the sandbox and wait, at most 30 s, until it is gone."""
-        await within(self.handle.kill(reason), 30.0)
+        if await within(self.handle.kill(reason), 30.0):
+            # The answer to the order may overtake the news of the end.
+            await within(self._mourned, 1.0)
 
     def abandon(self, exchange: Exchange, *orders: dict[str, Any], grace: float = ANSWER_SECONDS) -> None:
         """Nobody waits any more (an exception, a cancelled task): stop the work inside without waiting.
