@@ -1,6 +1,7 @@
 """Run the sandbox's laws as an ordinary user, on a machine where we are root.
 
     python tools/as_user.py [--subordinate-ids] [--uid N] -- [PYTEST ARGUMENTS]
+    python tools/as_user.py [--subordinate-ids] [--uid N] --run -- python demo/demo.py
 
 A sandbox is held differently without root, so passing as root proves half. This makes a user that exists nowhere:
 a uid without an account, a copy of the sources and a virtual environment of its own (root's interpreter and
@@ -41,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--subordinate-ids", action="store_true")
     parser.add_argument("--uid", type=int, default=UID)
+    parser.add_argument("--run", action="store_true", help="the arguments are a command, not pytest's")
     parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     if os.geteuid() != 0:
@@ -142,6 +144,8 @@ def run(place: Path, environment: Path, options: argparse.Namespace) -> int:
     uid = options.uid
     arguments = options.arguments or ["-m", "user_too"]
     command = [str(environment / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    if options.run:
+        command = arguments
     become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--bounding-set=+all"]
     variables = {
         "HOME": str(place / "home"),
@@ -163,7 +167,7 @@ def run(place: Path, environment: Path, options: argparse.Namespace) -> int:
         # A /tmp of its own as well: what the tests leave there goes with the namespace.
         script = " && ".join([*mounts, "mount -t tmpfs -o mode=1777,size=2g tmpfs /tmp", 'exec "$@"'])
         what = "with subordinate ids" if options.subordinate_ids else "with a single uid"
-        print(f"as an ordinary user {what}: pytest {' '.join(arguments)}", flush=True)
+        print(f"as an ordinary user {what}: {' '.join(command)}", flush=True)
         done = subprocess.run(
             ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", *become, *command],
             env=variables, cwd=place / "sources", check=False,
