@@ -197,6 +197,33 @@ def collapse_heap() -> int:
     return collapsed
 
 
+_FONT_LIST, _FONT_PLACE = "/opt/env/share/matplotlib", "/tmp/matplotlib"
+
+
+def _lend_font_list() -> None:
+    """Give matplotlib its font list, made with the environment, where it accepts one: in a writable directory."""
+    if os.path.isdir(_FONT_LIST):
+        os.mkdir(_FONT_PLACE)
+        for name in os.listdir(_FONT_LIST):
+            with open(f"{_FONT_LIST}/{name}", "rb") as source, open(f"{_FONT_PLACE}/{name}", "wb") as target:
+                target.write(source.read())
+        os.environ["MPLCONFIGDIR"] = _FONT_PLACE
+
+
+def _take_back_font_list() -> None:
+    """Sandboxes have directories of their own; matplotlib looks for them when it is asked again."""
+    if os.environ.pop("MPLCONFIGDIR", "") != _FONT_PLACE:
+        return
+    for name in os.listdir(_FONT_PLACE):
+        os.unlink(f"{_FONT_PLACE}/{name}")
+    os.rmdir(_FONT_PLACE)
+    matplotlib = sys.modules.get("matplotlib")
+    for function in ("get_configdir", "get_cachedir"):
+        clear = getattr(getattr(matplotlib, function, None), "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
 def main(control_descriptor: int) -> None:
     """Entry of the executed zygote: warm up, then serve."""
     prctl(PR_SET_PDEATHSIG, 9)
@@ -207,7 +234,9 @@ def main(control_descriptor: int) -> None:
     if settings["modules"] is not None:
         from ringfence.guest import python_kernel
 
+        _lend_font_list()
         python_kernel.warm(settings["modules"])
+        _take_back_font_list()
     libc.prctl(PR_SET_NAME, b"ringfence-zygot", 0, 0, 0)
     zygote = Zygote(control, settings)
     del started

@@ -204,6 +204,7 @@ class Node:
         self._pools: dict[CellSpec, Pool] = {}
         self._keeper = _Keeper(self)
         self._library: str | None = None
+        self._held: dict[str, int] = {}  # trees of the cache -> descriptors that keep them
 
     @classmethod
     def current(cls) -> Node:
@@ -305,10 +306,29 @@ class Node:
                 pending.set_exception(refusal(message))
 
         try:
-            launcher.ask(_template_request(name), answered)
+            launcher.ask(self._template_request(name), answered)
         except BaseException as error:
             pending.set_exception(error)
         return pending
+
+    def _template_request(self, name: str) -> dict[str, Any]:
+        """The launcher's request for a template; builds its package environment when there is none yet."""
+        from ringfence.node import cache, environments
+
+        python = environments.interpreter()
+        sources = {"ringfence": environments.guest_library_directory()}
+        executable = python.executable_inside
+        if namespace_engine.TEMPLATES[name] is not None:
+            sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
+            executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
+        for tree in sources.values():
+            if tree not in self._held:
+                self._held[tree] = cache.hold(tree)  # a sweep elsewhere leaves it alone while we live
+        if python.prefix_outside is not None:
+            sources["python"] = python.prefix_outside
+        return namespace_engine.template_request(
+            name, python=executable, sources=sources, library=python.library_path, masks=python.masks
+        )
 
     async def start(self, spec: CellSpec, prefork: bool = False) -> Handle:
         """Start a sandbox, from a pool when one was made for this spec.
@@ -515,23 +535,6 @@ class _Keeper:
     def _pooled(self, handle: Handle) -> bool:
         node = self._node()
         return node is not None and any(handle in pool.waiting() for pool in list(node._pools.values()))
-
-
-def _template_request(name: str) -> dict[str, Any]:
-    """The launcher's request for a template; builds its package environment when there is none yet."""
-    from ringfence.node import environments
-
-    python = environments.interpreter()
-    sources = {"ringfence": environments.guest_library_directory()}
-    if python.prefix_outside is not None:
-        sources["python"] = python.prefix_outside
-    executable = python.executable_inside
-    if namespace_engine.TEMPLATES[name] is not None:
-        sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
-        executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
-    return namespace_engine.template_request(
-        name, python=executable, sources=sources, library=python.library_path, masks=python.masks
-    )
 
 
 def _pool_key(spec: CellSpec) -> Any:

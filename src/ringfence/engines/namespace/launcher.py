@@ -243,7 +243,6 @@ class Launcher:
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
-            "MPLCONFIGDIR": "/opt/env/share/matplotlib",
             "MALLOC_ARENA_MAX": "2",
             **self.environment,
         }
