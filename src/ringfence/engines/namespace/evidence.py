@@ -33,6 +33,9 @@ def gather(
     mountinfo = _read(f"/proc/{pid}/mountinfo").splitlines()
     root = next((line for line in mountinfo if line.split()[4:5] == ["/"]), "")
     rows.append(["root file system", "hard" if " overlay " in root else "none", "allow-list root, overlay on a sized tmpfs"])
+    system = next((line for line in mountinfo if line.split()[4:5] == ["/usr"]), "")
+    quiet = " - overlay " in system
+    rows.append(["system directories", "hard" if quiet else "none", "/usr is read-only; sockets and FIFOs of the host below it are dead" if quiet else "/usr is read-only, but sockets and FIFOs of the host below it are live"])
     sized = [line.split()[4] for line in mountinfo if " tmpfs " in line and "size=" in line]
     rows.append(["disk", "hard", f"{limits['disk']} bytes"])
     rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])

@@ -2,9 +2,10 @@
 
 It is an allow-list built on an empty tmpfs, never the host's root with holes: `/usr` read-only, a synthetic
 `/etc`, a minimal `/dev`, and the interpreter, the package environment and the guest library at neutral paths
-below `/opt`. Nothing of anyone's home is in it. The three trees below `/opt` are overlays of two read-only
-lowers named by relative paths, for two reasons: sockets and FIFOs of the host are dead in them, and
-`/proc/self/mountinfo` does not show the host path they come from (a bind mount shows it in its fourth field).
+below `/opt`. Nothing of anyone's home is in it. `/usr` and the trees below `/opt` are overlays of two read-only
+lowers named by relative paths, for three reasons: sockets and FIFOs of the host are dead in them (through a bind
+mount they are live, read-only or not), inotify and flock act on the overlay's inodes and not on those the host
+uses, and `/proc/self/mountinfo` does not show where they come from (a bind mount's fourth field does).
 
 Runs in a child of the launcher, before the zygote is executed. Standard library and ringfence.linux only.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 
 from ringfence.linux import mounts
@@ -41,34 +43,66 @@ class TemplateRoot:
         self.sources = sources  # name below /opt -> host directory
         self.masks = masks  # directories inside that somebody's packages lie in: covered by an empty one
         self.trees: dict[str, int] = {}
+        self.below: list[tuple[str, int]] = []  # mounts below the host's trees: (path, descriptor)
 
     def open_sources(self) -> None:
         """Open every host tree by descriptor (as root: before the outer user namespace is entered)."""
         empty = mounts.new_filesystem("tmpfs", size="4k", mode="555")
-        self.trees["usr"] = self._host_tree("/usr")
+        self._host_tree("usr", empty)
         for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin"):
             if os.path.isdir("/" + name) and not os.path.islink("/" + name):
-                self.trees[name] = self._host_tree("/" + name)
+                self._host_tree(name, empty)
         for name in DEVICES:
-            self.trees["dev/" + name] = mounts.clone_tree("/dev/" + name, recursive=False)
+            # These are the host's own nodes: read-only keeps their times, and does not hinder writing to a device.
+            node = mounts.clone_tree("/dev/" + name, recursive=False)
+            mounts.set_attributes(node, add=mounts.READ_ONLY | mounts.NO_SET_ID | mounts.NO_EXECUTION)
+            self.trees["dev/" + name] = node
         for name, source in self.sources.items():
             self.trees["opt/" + name] = self._quiet_tree(source, empty)
         os.close(empty)
 
+    def _host_tree(self, name: str, empty: int) -> None:
+        """A system directory of the host, and what is mounted below it (drivers in a container, a separate /usr/local).
+
+        An ordinary user inside a container may not take a directory apart from the mounts below it
+        (mount_namespaces(7), locked mounts): there the tree is bound as it is, and evidence.py says so.
+        """
+        path = "/" + name
+        try:
+            self.trees[name] = self._overlay(path, empty)
+        except OSError:
+            self.trees[name] = self._bound(path)
+            return
+        for place in _mounted_below(path):
+            try:
+                state = os.stat(place)
+                if stat.S_ISDIR(state.st_mode):
+                    self.below.append((place, self._overlay(place, empty)))
+                elif stat.S_ISREG(state.st_mode):
+                    self.below.append((place, self._bound(place)))
+            except OSError:
+                continue  # one that cannot be looked into: the sandbox goes without it
+
     @staticmethod
-    def _host_tree(path: str) -> int:
+    def _bound(path: str) -> int:
         tree = mounts.clone_tree(path)
         mounts.set_attributes(tree, add=GUARDED)
         return tree
 
+    def _quiet_tree(self, source: str, empty: int) -> int:
+        state = os.stat(source)
+        if state.st_uid not in (0, os.getuid()) or state.st_mode & 0o002:
+            raise PermissionError(errno.EPERM, "belongs to someone else or may be written by anyone", source)
+        return self._overlay(source, empty, (state.st_dev, state.st_ino))
+
     @staticmethod
-    def _quiet_tree(source: str, empty: int) -> int:
+    def _overlay(source: str, empty: int, expected: tuple[int, int] | None = None) -> int:
         previous = os.open(".", os.O_PATH | os.O_CLOEXEC)
         directory = os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             state = os.fstat(directory)
-            if state.st_uid not in (0, os.getuid()) or state.st_mode & 0o002:
-                raise PermissionError(errno.EPERM, "belongs to someone else or may be written by anyone", source)
+            if expected not in (None, (state.st_dev, state.st_ino)):
+                raise PermissionError(errno.EPERM, "was exchanged while it was opened", source)
             os.fchdir(directory)
             return mounts.new_filesystem("overlay", GUARDED, lowerdir=f".:/proc/self/fd/{empty}")
         finally:
@@ -102,6 +136,8 @@ class TemplateRoot:
         for name in list(self.trees):
             if "/" not in name:
                 self._attach(name, place)
+        for path, descriptor in self.below:
+            mounts.attach(descriptor, place + path)
         self._build_opt(f"{place}/opt")
         for path in self.masks:
             if os.path.isdir(place + path):
@@ -169,6 +205,17 @@ class TemplateRoot:
             _write(f"{etc}/{name}", text.encode())
         if not os.path.lexists(f"{etc}/mtab"):
             os.symlink("/proc/self/mounts", f"{etc}/mtab")
+
+
+def _mounted_below(path: str) -> list[str]:
+    """Mount points strictly below `path`, outer ones first (proc(5), mountinfo; octal escapes for odd bytes)."""
+    found = []
+    with open("/proc/self/mountinfo", "rb") as table:
+        for line in table:
+            raw = line.split()[4]
+            if raw.startswith(os.fsencode(path) + b"/"):
+                found.append(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), raw)))
+    return sorted(set(found))
 
 
 def _seal(path: str) -> None:
