@@ -45,6 +45,7 @@ _HIGH_WATER = 4 << 20
 _LOW_WATER = 1 << 20
 _SFD_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK  # signalfd4 takes the same values (signalfd(2))
 _SPARE_DESCRIPTORS = 32
+_COLLECT_EVERY = 500
 MAX_COMMANDS = 1024
 FEATURES = ("exec", "pty", "kernel", "file", "watch")
 
@@ -72,6 +73,7 @@ class Agent:
         self.congested = False
         self.reaped = 0
         self.failures = 0
+        self._closings = 0
         self._started = time.monotonic()
         self._environments: dict[str, dict[bytes, bytes]] = {}
         self._spare: contexts.Kernel | None = None
@@ -281,6 +283,11 @@ class Agent:
     def close_channel(self, channel: int, result: dict[str, Any]) -> None:
         """End a channel with its result; a second time does nothing."""
         self.channels.pop(channel, None)
+        self._closings += 1
+        if self._closings >= _COLLECT_EVERY:
+            # Automatic collection is off (it would touch, and so copy, the zygote's memory); ours is small.
+            self._closings = 0
+            self.loop.after(0.2, gc.collect)
         try:
             self.mux.send_close(channel, result)
         except ValueError:

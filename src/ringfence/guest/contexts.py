@@ -8,6 +8,7 @@ delivered), and a kernel that dies, hangs, ignores SIGINT or closes its own desc
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -452,6 +453,8 @@ class Context:
             "env": {decode(key): decode(value) for key, value in self.env.items()},
             "random": os.urandom(32).hex(),
         }  # fmt: skip
+        if agent.boot.get("result_limit"):
+            ticket["result_limit"] = agent.boot["result_limit"]
         mark = agent.take_mark()
         spare = agent.take_spare()
         try:
@@ -589,6 +592,7 @@ def _become_kernel(
             signal.signal(number, signal.SIG_DFL if number not in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setsid()
+        gc.enable()  # the agent does without
         if ticket is None:
             message = _read_message(control)
             ticket = message["config"]

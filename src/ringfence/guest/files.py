@@ -71,6 +71,13 @@ def resolve(path: bytes, home: bytes) -> bytes:
         path = home + path[1:]
     elif not path.startswith(b"/"):
         path = home + b"/" + path
+    # Only what changes nothing is tidied: "a/../b" is not "b" where a is a symlink.
+    while b"/./" in path:
+        path = path.replace(b"/./", b"/")
+    if path.endswith(b"/."):
+        path = path[:-1]
+    while b"//" in path:
+        path = path.replace(b"//", b"/")
     return path
 
 

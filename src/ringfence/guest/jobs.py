@@ -552,6 +552,7 @@ class Command:
         self.agent.commands.pop(self.pid, None)
         if self._kill is not None:
             return
+        self.sources, self.sink = [], None  # the agent runs without a cycle collector
         if self.mark is not None:
             mark, self.mark = self.mark, None
             self.agent.remember_background(self.pid, mark, checked)

@@ -225,8 +225,8 @@ class Watcher:
                 if mask & _ISDIR:
                     self._renamed(moved[1], path)
                 self._send({"type": "rename", "path": decode(moved[1]), "target": decode(path)})
-        elif is_temporary(name):
-            return
+        elif is_temporary(name) or (name[:1] == b"#" and name[1:].isdigit() and not self._exists(path)):
+            return  # the second kind is how the kernel calls a file without a name
         elif mask & _CREATE:
             self._created(path, mask, written)
         elif mask & _MODIFY:
@@ -237,6 +237,13 @@ class Watcher:
             self._send({"type": "chmod", "path": decode(path)})
         elif mask & _DELETE:
             self._send({"type": "remove", "path": decode(path)})
+
+    def _exists(self, path: bytes) -> bool:
+        try:
+            os.lstat(self._top + b"/" + path)
+        except OSError:
+            return False
+        return True
 
     def _created(self, path: bytes, mask: int, written: set[bytes]) -> None:
         self._send({"type": "create", "path": decode(path)})
