@@ -2,13 +2,16 @@
 
     python tests/fuzz/fuzz_protocol.py [atheris options]      (needs `pip install atheris`)
 
-The laws: only ProtocolViolation is ever raised, whatever the bytes; what the Mux holds stays bounded; and how the
-bytes are cut does not change what they mean. `tests/unit/test_protocol_fuzz.py` runs the same function in CI.
+The laws: only ProtocolViolation is ever raised, whatever the bytes; what the Mux holds stays bounded; and how
+the bytes are cut does not change what they mean. `tests/unit/test_protocol_fuzz.py` runs the same function in
+CI.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import Any
 
 from ringfence.guest import protocol
 from ringfence.guest.protocol import HEADER, Mux, ProtocolViolation
@@ -32,7 +35,8 @@ def _host(greeted: bool) -> Mux:
 
 
 def _feed(mux: Mux, data: bytes, cut: int) -> tuple[list[tuple[int, int, int, object]], str | None]:
-    """What arrives when `data` comes in pieces of `cut` bytes, DATA joined; and the violation it ended with."""
+    """What arrives when `data` comes in pieces of `cut` bytes, DATA joined; and the violation it ended
+    with."""
     heard: list[tuple[int, int, int, object]] = []
     try:
         for start in range(0, len(data), cut):
@@ -71,9 +75,9 @@ def TestOneInput(data: bytes) -> None:
 
 
 def main() -> None:
-    import atheris  # pyright: ignore[reportMissingImports]
+    atheris: Any = importlib.import_module("atheris")
 
-    atheris.instrument_func(Mux._receive)
+    atheris.instrument_all()
     atheris.Setup(sys.argv, TestOneInput)
     atheris.Fuzz()
 

@@ -287,6 +287,36 @@ def test_a_guest_that_stops_reading_holds_up_no_caller_and_no_other_guest(connec
     assert ask(deaf, 1) == 1
 
 
+def test_a_flood_of_tiny_events_is_taken_in_small_bites_so_that_other_guests_get_their_turn(
+    connect: Connect,
+) -> None:
+    def flood(mux: Mux, event: Any) -> None:
+        if event.kind == CLOSE:
+            mux.send_close(event.channel, {"ok": True})
+        elif event.kind in (OPEN, CREDIT):
+            for _ in range(min(20_000, mux.data_room(event.channel) // 2)):
+                mux.send_event(event.channel, {})
+
+    class Deaf(Heard):
+        count = 0
+
+        def on_event(self, event: dict[str, Any]) -> None:
+            self.count += 1
+            bites.add(flooding._appetite)
+
+    bites: set[int] = set()
+    flooding, _ = connect(flood)
+    other, _ = connect()
+    sink = Deaf()
+    channel = flooding.open({"op": "watch"}, sink)
+    for number in range(20):
+        assert ask(other, number) == number
+    until(lambda: sink.count > 30_000)
+    channel.close()
+    sink.end.wait(PATIENCE)
+    assert min(bites) == connection_module._MIN_READ
+
+
 def test_a_sink_that_grants_nothing_stops_the_guest_at_the_window(connect: Connect) -> None:
     def pour(mux: Mux, event: Any) -> None:
         if event.kind in (OPEN, CREDIT):
@@ -581,7 +611,7 @@ def test_answers_reach_coroutines_under_both_drivers(connect: Connect) -> None:
 # ------------------------------------------------------------------ other processes
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work: Callable[[], object]) -> int:
     """The exit code of a forked child: 0 when `work` returned."""
     child = os.fork()
     if child == 0:

@@ -249,7 +249,7 @@ def test_only_4096_channels_are_open_at_a_time_and_numbers_are_never_reused(pair
     assert host.open({"op": "x"}) == MAX_CHANNELS + 1
 
 
-def test_a_hundred_thousand_channels_leave_nothing_behind(pair: tuple[Mux, Mux]) -> None:
+def test_thousands_of_channels_leave_nothing_behind(pair: tuple[Mux, Mux]) -> None:
     host, guest = pair
 
     def cycle(count: int) -> None:
@@ -267,7 +267,7 @@ def test_a_hundred_thousand_channels_leave_nothing_behind(pair: tuple[Mux, Mux])
         assert tracemalloc.get_traced_memory()[0] - before < 20_000
     finally:
         tracemalloc.stop()
-    cycle(20_000)
+    cycle(3_000)
     host._last_channel = protocol.MAX_CHANNEL
     with pytest.raises(RuntimeError, match="used up"):
         host.open({"op": "x"})

@@ -1,4 +1,5 @@
-"""The fuzz target's laws, held on a few hundred inputs: random bytes, and valid frames that are then damaged."""
+"""The fuzz target's laws, held on a few hundred inputs: random bytes, and valid frames that are then
+damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pending and its drivers: what comes, comes once; who waits, can be interrupted; who is cancelled, cleans up."""
+"""Pending and its drivers: what comes, comes once; who waits, can be interrupted; who is cancelled, cleans
+up."""
 
 from __future__ import annotations
 

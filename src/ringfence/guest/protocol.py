@@ -1,11 +1,12 @@
 """The guest protocol: frames on one byte stream, many channels, credit-based flow control.
 
 Both ends use this file; it does no I/O, so that it can be tested and fuzzed byte by byte. On the host it is a
-parser of hostile input, since everything a guest sends may come from captured code. It guards the host against
-frames that are too large, of unknown kind, in the wrong direction or on channels nobody opened; against data
-beyond the credit that was granted; against JSON built to exhaust a parser; and against floods of frames that cost
-no credit. Each of these raises `ProtocolViolation`, after which the connection is finished. Memory held here per
-connection is bounded by one control frame coming in, and by the credit of the open channels going out.
+parser of hostile input, since everything a guest sends may come from captured code. It guards the host
+against frames that are too large, of unknown kind, in the wrong direction or on channels nobody opened;
+against data beyond the credit that was granted; against JSON built to exhaust a parser; and against floods of
+frames that cost no credit. Each of these raises `ProtocolViolation`, after which the connection is finished.
+Memory held here per connection is bounded by one control frame coming in, and by the credit of the open
+channels going out.
 
 A frame is `HEADER` (payload length, channel, kind, stream, zero) and its payload:
 
@@ -21,10 +22,10 @@ A frame is `HEADER` (payload length, channel, kind, stream, zero) and its payloa
 | PING   | 0       | both          | up to 64 bytes, echoed by PONG                                       |
 | PONG   | 0       | both          | the bytes of the oldest PING not answered yet                        |
 
-A channel ends with the guest's CLOSE, `{"ok": true, ...}` or `{"ok": false, "error": {...}}`. The host's CLOSE,
-`{"reason": ...}`, is a request to cancel: the guest stops the work and answers with its own CLOSE. Until that
-answer arrives the host drops what else comes for the channel; it is still charged to the channel's credit, so a
-guest cannot go on for ever.
+A channel ends with the guest's CLOSE, `{"ok": true, ...}` or `{"ok": false, "error": {...}}`. The host's
+CLOSE, `{"reason": ...}`, is a request to cancel: the guest stops the work and answers with its own CLOSE.
+Until that answer arrives the host drops what else comes for the channel; it is still charged to the channel's
+credit, so a guest cannot go on for ever.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ STREAM_NAMES = ("STDIN", "STDOUT", "STDERR", "PTY", "RESULTS", "FILE")
 
 MAX_PAYLOAD = 1 << 20
 MAX_JSON = 64 << 10
-"""Bytes of the JSON in HELLO, EVENT and CLOSE. Only OPEN, which a guest never sends, may reach MAX_PAYLOAD."""
+"""Bytes of the JSON in HELLO, EVENT and CLOSE. Only OPEN, which a guest never sends, may reach
+MAX_PAYLOAD."""
 MAX_PING = 64
 INITIAL_WINDOW = 1 << 20
 MAX_CREDIT = 1 << 31
@@ -65,8 +67,9 @@ _COPY_BELOW = 16 << 10  # joining a small payload to its header is cheaper than 
 _MAX_BUFFERS = 64
 _MAX_PINGS = 16
 
-# Frames that cost the guest no credit still cost the host time. A guest may send this many on its own account, and
-# then a generous multiple of what the host has sent it, which is what gives it cause to send them.
+# Frames that cost the guest no credit still cost the host time. A guest may send this many on its own
+# account, and then a generous multiple of what the host has sent it, which is what gives it cause to send
+# them.
 _FREE_FRAMES = 1 << 16
 _FREE_FRAMES_PER_FRAME = 64
 _BYTES_PER_FREE_FRAME = 16
@@ -86,8 +89,8 @@ class ProtocolViolation(ValueError):
 
 
 class Event(NamedTuple):
-    """One thing that arrived: `payload` is a dict (HELLO, OPEN, EVENT, CLOSE), bytes (DATA, PONG), the number of
-    bytes granted (CREDIT), or b"" (EOF). A DATA frame may arrive as several DATA events."""
+    """One thing that arrived: `payload` is a dict (HELLO, OPEN, EVENT, CLOSE), bytes (DATA, PONG), the number
+    of bytes granted (CREDIT), or b"" (EOF). A DATA frame may arrive as several DATA events."""
 
     kind: int
     channel: int
@@ -125,7 +128,8 @@ def _refuse(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-# The C halves of the json module, made once: its own `encode` and `decode` set them up anew for every message.
+# The C halves of the json module, made once: its own `encode` and `decode` set them up anew for every
+# message.
 _encoder: Any = getattr(json.encoder, "c_make_encoder", None)
 _encode_chunks = _encoder and _encoder(
     None, _refuse, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
@@ -153,7 +157,8 @@ def encode_object(value: dict[str, Any], limit: int) -> bytes:
 
 
 def decode_object(data: Buffer) -> dict[str, Any]:
-    """The JSON object in `data`. Raises ProtocolViolation for all else, deep nesting and huge numbers included."""
+    """The JSON object in `data`. Raises ProtocolViolation for all else, deep nesting and huge numbers
+    included."""
     try:
         text = str(data, "utf-8")
         value, end = _scan_json(text, 0)
@@ -184,6 +189,7 @@ class Mux:
         self.peer: dict[str, Any] = {}
         self.version = 0
         self.violation: str | None = None
+        self.frames_received = 0
         self.dropped_frames = 0
         self.dropped_bytes = 0
         self.queued = 0
@@ -199,7 +205,8 @@ class Mux:
         self._free_frames = 0
         self._pings: deque[bytes] = deque()
         self._pong_marks: deque[int] = deque()
-        # The frame coming in: its header, the channel it belongs to (None: drop it), and what is still missing.
+        # The frame coming in: its header, the channel it belongs to (None: drop it), and what is still
+        # missing.
         self._header: tuple[int, int, int, int, int] | None = None
         self._target: _Channel | None = None
         self._left = 0
@@ -212,8 +219,8 @@ class Mux:
     def open(self, request: dict[str, Any]) -> int:
         """Host only: opens a channel with `request` and returns its number.
 
-        Raises ValueError when the request exceeds MAX_PAYLOAD bytes of JSON, RuntimeError when MAX_CHANNELS are
-        open or the numbers are used up."""
+        Raises ValueError when the request exceeds MAX_PAYLOAD bytes of JSON, RuntimeError when MAX_CHANNELS
+        are open or the numbers are used up."""
         if not self._host:
             raise RuntimeError("only the host opens channels")
         if len(self._channels) >= MAX_CHANNELS:
@@ -230,7 +237,8 @@ class Mux:
     def data_room(self, channel: int) -> int:
         """Bytes of DATA and EVENT that the peer takes now on this channel; 0 when the channel has ended.
 
-        A guest whose channel was cancelled always has room: what it sends is dropped, so its sources can drain."""
+        A guest whose channel was cancelled always has room: what it sends is dropped, so its sources can
+        drain."""
         state = self._channels.get(channel)
         if state is None:
             return 0
@@ -265,9 +273,10 @@ class Mux:
                 self._send(DATA, channel, stream, view[start : start + MAX_PAYLOAD])
 
     def begin_data(self, channel: int, stream: int, length: int) -> bool:
-        """Queues only the header of a DATA frame whose `length` bytes (1 to MAX_PAYLOAD, within `data_room`) the
-        caller writes to the socket itself, with sendfile for instance, after all of `pending()` has been written
-        and before anything else is. False when the channel has ended or was cancelled: write nothing then."""
+        """Queues only the header of a DATA frame whose `length` bytes (1 to MAX_PAYLOAD, within `data_room`)
+        the caller writes to the socket itself, with sendfile for instance, after all of `pending()` has been
+        written and before anything else is. False when the channel has ended or was cancelled: write nothing
+        then."""
         state = self._sendable(channel)
         if state is None:
             return False
@@ -299,7 +308,8 @@ class Mux:
         self._send(EOF, channel, stream, b"")
 
     def send_close(self, channel: int, result: dict[str, Any]) -> None:
-        """Guest: ends the channel with its result. Host: asks the guest to cancel; the guest's CLOSE still comes.
+        """Guest: ends the channel with its result. Host: asks the guest to cancel; the guest's CLOSE still
+        comes.
 
         Raises ValueError when `result` exceeds MAX_JSON. A channel that has ended is left alone."""
         state = self._channels.get(channel)
@@ -415,8 +425,9 @@ class Mux:
     def receive(self, data: Buffer) -> list[Event]:
         """Takes the next bytes from the peer, cut anywhere, and returns what they complete.
 
-        DATA payloads are slices of `data`: of bytes they are bytes; of a memoryview they are views, not copied, and
-        last as long as the caller leaves its buffer alone. Raises ProtocolViolation, now and at every later call.
+        DATA payloads are slices of `data`: of bytes they are bytes; of a memoryview they are views, not
+        copied, and last as long as the caller leaves its buffer alone. Raises ProtocolViolation, now and at
+        every later call.
         """
         if self.violation is not None:
             raise ProtocolViolation(self.violation)
@@ -484,8 +495,10 @@ class Mux:
                 events.append(event)
 
     def _check(self, header: tuple[int, int, int, int, int]) -> _Channel | None:
-        """Judges a header before a byte of its payload is kept; returns the channel, or None: drop the payload."""
+        """Judges a header before a byte of its payload is kept; returns the channel, or None: drop the
+        payload."""
         length, channel, kind, stream, reserved = header
+        self.frames_received += 1
         if kind > PONG or reserved:
             raise ProtocolViolation(f"a frame of unknown kind {kind}")
         if self._host and _FREE_KINDS >> kind & 1:
@@ -616,7 +629,7 @@ class Mux:
             raise ProtocolViolation("HELLO with features that are not names")
         if version < MINIMUM_VERSION or minimum > VERSION or minimum > version:
             raise ProtocolViolation(
-                f"no common protocol version: peer {minimum} to {version}, ours {MINIMUM_VERSION} to {VERSION}"
+                f"no common version: the peer's {minimum} to {version}, ours {MINIMUM_VERSION} to {VERSION}"
             )
         self.version = min(version, VERSION)
         self.peer = hello

@@ -1,14 +1,16 @@
 """The owner's end of the stream to a guest: one I/O thread for all connections, and channels on them.
 
-Guards against a guest that floods, stalls, lies or dies, and against its owner being held up by it: what comes in
-passes the bounds of `guest.protocol.Mux`, what goes out waits for credit channel by channel, no channel keeps the
-others from the socket, and when a connection ends every channel hears of it, once. It also guards against the
-owner's own world: calls from many threads, a fork (the child closes its copies of the sockets, so that it cannot
-hold a sandbox's stream open, and is refused with WrongProcessError), and objects dropped without being closed.
+Guards against a guest that floods, stalls, lies or dies, and against its owner being held up by it: what
+comes in passes the bounds of `guest.protocol.Mux`, what goes out waits for credit channel by channel, no
+channel keeps the others from the socket, and when a connection ends every channel hears of it, once. It also
+guards against the owner's own world: calls from many threads, a fork (the child closes its copies of the
+sockets, so that it cannot hold a sandbox's stream open, and is refused with WrongProcessError), and objects
+dropped without being closed.
 
-Small messages are written by the calling thread itself; the I/O thread takes over when the socket would block. It
-needs no waking for that, since the kernel lets one thread change what another one polls for. Likewise a thread that
-waits in `run_sync` for an answer may read its connection itself (`Connection.lead`), and the I/O thread sleeps on.
+Small messages are written by the calling thread itself; the I/O thread takes over when the socket would
+block. It needs no waking for that, since the kernel lets one thread change what another one polls for.
+Likewise a thread that waits in `run_sync` for an answer may read its connection itself (`Connection.lead`),
+and the I/O thread sleeps on.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from ringfence.stream.waiting import Pending, completed
 READ_SIZE = 256 << 10
 """Bytes taken from one connection before the next gets its turn; one buffer serves all connections."""
 SOCKET_BUFFER = 1 << 20
-"""Bytes asked for as socket buffer; the kernel gives what it allows (sysctl net.core.wmem_max, see socket(7))."""
+"""Bytes asked for as socket buffer; the kernel gives what it allows (sysctl net.core.wmem_max, see
+socket(7))."""
 
+_MIN_READ = 4 << 10
+_MANY_FRAMES = 512  # a read that brings more than these makes the next one of this connection smaller
 _SLICE = 256 << 10  # bytes of one channel's data that go out before another channel gets its turn
 _LOW_WATER = 512 << 10  # below this many bytes in the Mux, channels hand over more
-_EVENT_RESERVE = protocol.MAX_JSON  # credit that data leaves unused: a signal must reach a command that reads nothing
+_EVENT_RESERVE = protocol.MAX_JSON
+"""Credit that data leaves unused: a signal must reach a command that reads nothing."""
 _MAX_EVENTS_QUEUED = 1024
 _CALLER_BUDGET = 1 << 20  # bytes a calling thread writes before it leaves the rest to the I/O thread
 _REACTOR_BUDGET = 4 << 20
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+_logger = logging.getLogger("ringfence")
 _DONE: Pending[None] = completed(None)
 
 
@@ -67,14 +74,14 @@ def raise_buffers(sock: socket.socket) -> None:
 class ChannelSink:
     """What a channel's user hears. Override what you need.
 
-    Calls come one at a time, from the I/O thread or from one that waits in `run_sync`, and must be quick: they hold up
-    every sandbox of the process.
+    Calls come one at a time, from the I/O thread or from one that waits in `run_sync`, and must be quick:
+    they hold up every sandbox of the process.
     Exactly one of `on_close` and `on_dead` comes, last.
     """
 
     def on_data(self, stream: int, data: memoryview) -> int | None:
-        """Bytes of one stream. `data` is only valid during the call. Return the bytes to grant again now, or None:
-        `Channel.grant` will be called when they are consumed."""
+        """Bytes of one stream. `data` is only valid during the call. Return the bytes to grant again now, or
+        None: `Channel.grant` will be called when they are consumed."""
         return len(data)
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -84,7 +91,8 @@ class ChannelSink:
         """A stream has ended."""
 
     def on_close(self, result: dict[str, Any]) -> None:
-        """The guest has ended the channel, with its result; after `Channel.close` this is its confirmation."""
+        """The guest has ended the channel, with its result; after `Channel.close` this is its
+        confirmation."""
 
     def on_dead(self, error: BaseException) -> None:
         """The connection has ended (SandboxDeadError, usually)."""
@@ -104,7 +112,9 @@ class _Outgoing:
 class Channel:
     """One conversation with the guest. Made by `Connection.open`; usable from any thread."""
 
-    __slots__ = ("__weakref__", "_connection", "_events", "_outgoing", "_scheduled", "_sink", "cancelled", "number")
+    __slots__ = (
+        "__weakref__", "_connection", "_events", "_outgoing", "_scheduled", "_sink", "cancelled", "number",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, sink: ChannelSink) -> None:
         self.number = number
@@ -118,9 +128,9 @@ class Channel:
     def send_data(self, stream: int, data: bytes | bytearray | memoryview) -> Pending[None]:
         """Sends bytes of one stream, as the guest's credit allows.
 
-        The Pending completes when all of `data` has left for the kernel; until then leave it unchanged, and send no
-        more, so that what is queued stays bounded. It fails with BrokenPipeError when the channel ends first, and
-        with what the connection died of."""
+        The Pending completes when all of `data` has left for the kernel; until then leave it unchanged, and
+        send no more, so that what is queued stays bounded. It fails with BrokenPipeError when the channel
+        ends first, and with what the connection died of."""
         view = data if type(data) is bytes else memoryview(data).cast("B")
         pending: Pending[None] = _DONE
         connection = self._connection
@@ -163,8 +173,8 @@ class Channel:
     def send_event(self, event: dict[str, Any]) -> None:
         """Sends an event, ahead of data that waits for credit. Dropped when the channel has ended.
 
-        Raises ValueError beyond 64 KiB of JSON, BlockingIOError when the guest takes no events any more, and what
-        the connection died of."""
+        Raises ValueError beyond 64 KiB of JSON, BlockingIOError when the guest takes no events any more, and
+        what the connection died of."""
         connection = self._connection
         with connection._lock:
             refusal = connection._refusal(self)
@@ -199,11 +209,11 @@ class Channel:
             connection._write(_CALLER_BUDGET)
 
     def close(self, reason: str = "cancelled") -> None:
-        """Asks the guest to stop what the channel is for. The sink hears nothing more but `on_close`, when the
-        guest has done so, or `on_dead`. A second call, or one after the end, does nothing."""
+        """Asks the guest to stop what the channel is for. The sink hears nothing more but `on_close`, when
+        the guest has done so, or `on_dead`. A second call, or one after the end, does nothing."""
         connection = self._connection
         with connection._lock:
-            if connection._dead is not None or self.cancelled or connection._channels.get(self.number) is not self:
+            if connection._refusal(self) is not None:
                 return
             self.cancelled = True
             dropped = self._drop_outgoing()
@@ -215,7 +225,8 @@ class Channel:
             pending.set_exception(BrokenPipeError("the channel was cancelled"))
 
     def abandon(self, reason: str = "dropped") -> None:
-        """`close`, for finalizers (`__del__`, weakref callbacks): takes no lock, the I/O thread does the rest."""
+        """`close`, for finalizers (`__del__`, weakref callbacks): takes no lock, the I/O thread does the
+        rest."""
         self._connection._reactor.call_soon(self.close, reason)
 
     def grant(self, nbytes: int) -> None:
@@ -230,7 +241,8 @@ class Channel:
             connection._write(_CALLER_BUDGET)
 
     def _give(self, mux: Mux) -> bool:
-        """Hands the next slice to the Mux; True when more could follow at once. The connection's lock is held."""
+        """Hands the next slice to the Mux; True when more could follow at once. The connection's lock is
+        held."""
         number = self.number
         room = mux.data_room(number)
         while self._events:
@@ -272,9 +284,9 @@ class Channel:
 class Connection:
     """The owner's end of one guest's stream.
 
-    Takes over `sock` (a connected stream socket). `on_dead(error)` is called once, on the I/O thread, when the
-    connection has ended for whatever reason; if it returns an exception, the channels hear that one instead. It
-    should be quick. `ready` completes with the guest's HELLO; channels may be opened before.
+    Takes over `sock` (a connected stream socket). `on_dead(error)` is called once, on the I/O thread, when
+    the connection has ended for whatever reason; if it returns an exception, the channels hear that one
+    instead. It should be quick. `ready` completes with the guest's HELLO; channels may be opened before.
     """
 
     def __init__(
@@ -301,6 +313,7 @@ class Connection:
         self._reading = self._writing = False
         self._blocked = False
         self._leading = False
+        self._appetite = READ_SIZE
         sock.setblocking(False)
         sock.set_inheritable(False)
         raise_buffers(sock)
@@ -317,8 +330,8 @@ class Connection:
     def open(self, request: dict[str, Any], sink: ChannelSink) -> Channel:
         """Starts a conversation with `request` ({"op": ...}); `sink` hears the rest.
 
-        Raises what the connection died of, ValueError when the request exceeds 1 MiB of JSON, RuntimeError when
-        4096 channels are open."""
+        Raises what the connection died of, ValueError when the request exceeds 1 MiB of JSON, RuntimeError
+        when 4096 channels are open."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -353,7 +366,8 @@ class Connection:
         self._die(error or SandboxDeadError("the sandbox was closed", reason="killed"))
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """`close`, for finalizers (`__del__`, weakref callbacks): takes no lock, the I/O thread does the rest."""
+        """`close`, for finalizers (`__del__`, weakref callbacks): takes no lock, the I/O thread does the
+        rest."""
         self._reactor.call_soon(self.close, error)
 
     @property
@@ -385,7 +399,8 @@ class Connection:
         """Completes `pending` when all bytes up to `position` have been written."""
         marks = self._marks
         if marks and marks[-1][0] > position:
-            # A thread that noticed late that its bytes are still here; rare, so the order is restored by hand.
+            # A thread that noticed late that its bytes are still here; rare, so the order is restored by
+            # hand.
             marks.append((position, pending))
             self._marks = deque(sorted(marks, key=lambda mark: mark[0]))
         else:
@@ -418,8 +433,8 @@ class Connection:
     # ------------------------------------------------------------ writing
 
     def _write(self, budget: int) -> None:
-        """Writes until all is gone, the socket would block or `budget` bytes are spent. One thread at a time: the
-        caller got True from `_claim_writer`, or is the I/O thread and has set `_writing`."""
+        """Writes until all is gone, the socket would block or `budget` bytes are spent. One thread at a time:
+        the caller got True from `_claim_writer`, or is the I/O thread and has set `_writing`."""
         lock = self._lock
         mux = self._mux
         sock = self._socket
@@ -440,8 +455,8 @@ class Connection:
                     break
                 lock.release()
                 try:
-                    # extend(map()) is one call into C, so that no signal handler can run, and raise, between the
-                    # write and the count of what was written.
+                    # extend(map()) is one call into C, so that no signal handler can run, and raise, between
+                    # the write and the count of what was written.
                     if len(buffers) == 1:
                         written.extend(map(sock.send, buffers))
                     else:
@@ -487,7 +502,8 @@ class Connection:
     def _watch(self) -> None:
         """Tells the I/O thread what to look for. The lock is held."""
         if self._leading:
-            # Edge-triggered: a hang-up, which cannot be masked, is then told once and not for as long as it lasts.
+            # Edge-triggered: a hang-up, which cannot be masked, is then told once and not for as long as it
+            # lasts.
             mask = _OUT if self._blocked else select.EPOLLET
         else:
             mask = _IN | _OUT if self._blocked else _IN
@@ -565,7 +581,7 @@ class Connection:
         events: list[protocol.Event] = []
         count = -1
         try:
-            count = self._socket.recv_into(view)
+            count = self._socket.recv_into(view, self._appetite)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
@@ -576,6 +592,7 @@ class Connection:
                 self._release_socket()
                 return
             if count > 0:
+                frames = self._mux.frames_received
                 try:
                     events = self._mux.receive(view[:count])
                 except ProtocolViolation as violation:
@@ -584,6 +601,11 @@ class Connection:
                         hint="this happens when code inside has taken over the agent; create a new sandbox",
                         reason="protocol",
                     )
+                # A quarter of a megabyte of tiny frames would keep the other sandboxes waiting for long.
+                if self._mux.frames_received - frames > _MANY_FRAMES:
+                    self._appetite = max(_MIN_READ, self._appetite // 8)
+                elif self._appetite < READ_SIZE:
+                    self._appetite *= 2
             elif count == 0:
                 failure = _crashed(None)
         if failure is not None:
@@ -674,7 +696,7 @@ class Connection:
             try:
                 replacement = self._on_dead(error)
             except Exception:
-                logging.getLogger("ringfence").exception("the owner of a connection failed to handle its end")
+                _logger.exception("the owner of a connection failed to handle its end")
             else:
                 if isinstance(replacement, BaseException):
                     error = self._dead = replacement
@@ -688,7 +710,8 @@ class Connection:
             pending.set_exception(error)
 
     def _disown(self) -> None:
-        """In a forked child: the stream belongs to the parent. Nothing is sent, and nothing of ours holds it."""
+        """In a forked child: the stream belongs to the parent. Nothing is sent, and nothing of ours holds
+        it."""
         self._lock = threading.Lock()  # another thread of the parent may have held the old one
         self._dead = WrongProcessError(
             "this sandbox belongs to the parent process",
@@ -700,17 +723,19 @@ class Connection:
 
 
 def _crashed(error: BaseException | None) -> SandboxDeadError:
-    dead = SandboxDeadError("the sandbox has ended on its own" + (f": {error}" if error else ""), reason="crashed")
+    why = f": {error}" if error else ""
+    dead = SandboxDeadError("the sandbox has ended on its own" + why, reason="crashed")
     dead.__cause__ = error
     return dead
 
 
 def _log_sink_failure(channel: Channel) -> None:
-    logging.getLogger("ringfence").exception("channel %d: its user failed to handle what arrived", channel.number)
+    _logger.exception("channel %d: its user failed to handle what arrived", channel.number)
 
 
 def _release(data: Any) -> None:
-    """A sink that keeps a view of the read buffer gets an error when it uses it, not another guest's bytes."""
+    """A sink that keeps a view of the read buffer gets an error when it uses it, not another guest's
+    bytes."""
     try:
         data.release()
     except (AttributeError, BufferError):
@@ -729,11 +754,7 @@ class _Bell(threading.local):
             self.close()
             self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self.process = process
-        else:
-            try:
-                os.eventfd_read(self.descriptor)  # a ring that came too late for its wait
-            except BlockingIOError:
-                pass
+        # A ring that came too late for an earlier wait wakes this one for nothing, once.
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         poll.register(descriptor, select.POLLIN)
@@ -816,7 +837,9 @@ class Reactor:
     def _add(self, connection: Connection) -> None:
         with self._lock:
             if self._foreign:
-                raise WrongProcessError("this reactor belongs to the parent process", hint="use Reactor.shared()")
+                raise WrongProcessError(
+                    "this reactor belongs to the parent process", hint="use Reactor.shared()"
+                )
             if self._stopped:
                 raise RuntimeError("the reactor has been stopped")
             if self._thread is None:
@@ -845,7 +868,8 @@ class Reactor:
                     if descriptor == self._wake:
                         self._run_calls()
                         continue
-                    # The number may belong to a newer connection by now. Then this is a false alarm, and harmless.
+                    # The number may belong to a newer connection by now. Then this is a false alarm, and
+                    # harmless.
                     connection = connections.get(descriptor)
                     if connection is None:
                         continue
@@ -855,7 +879,7 @@ class Reactor:
                         if mask & ~_OUT:
                             connection._on_readable(view)
                     except Exception as error:
-                        logging.getLogger("ringfence").exception("a connection failed in its owner")
+                        _logger.exception("a connection failed in its owner")
                         connection._die(_crashed(error))
 
     def _run_calls(self) -> None:
@@ -868,11 +892,11 @@ class Reactor:
             try:
                 function(*arguments)
             except Exception:
-                logging.getLogger("ringfence").exception("a call on the I/O thread failed")
+                _logger.exception("a call on the I/O thread failed")
 
     def _abandon(self) -> None:
-        """In a forked child: closes the copies of all descriptors. The epoll set itself is shared with the parent,
-        so nothing is unregistered from it."""
+        """In a forked child: closes the copies of all descriptors. The epoll set itself is shared with the
+        parent, so nothing is unregistered from it."""
         self._foreign = True
         self._lock = threading.Lock()
         self._dispatching = threading.RLock()
@@ -891,8 +915,8 @@ _quiet: dict[int, list[Any]] = {}
 
 
 def _before_fork() -> None:
-    """Lets the I/O threads finish what they are at, so that the child finds no lock of a sink held for ever. A
-    callback that hangs delays the fork by no more than a second."""
+    """Lets the I/O threads finish what they are at, so that the child finds no lock of a sink held for ever.
+    A callback that hangs delays the fork by no more than a second."""
     held = _quiet.setdefault(threading.get_ident(), [])
     for reactor in list(_reactors):
         lock = reactor._dispatching

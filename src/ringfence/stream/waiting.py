@@ -1,10 +1,10 @@
 """Waiting, once for both worlds: `Pending`, and the two drivers of coroutines that await it.
 
-The core is written once, as `async def` functions that await nothing but `Pending` objects and the helpers here.
-`run_sync` drives such a coroutine on the calling thread, without an event loop; `run_async` drives it as part of
-an asyncio task. This file guards against what goes wrong in between: a result that arrives while a waiter gives
-up, a Ctrl-C in the middle of an update, a cancellation that a coroutine never hears of, a timer thread nobody
-stops, and a wait in a forked child for an answer that only the parent will get.
+The core is written once, as `async def` functions that await nothing but `Pending` objects and the helpers
+here. `run_sync` drives such a coroutine on the calling thread, without an event loop; `run_async` drives it
+as part of an asyncio task. This file guards against what goes wrong in between: a result that arrives while a
+waiter gives up, a Ctrl-C in the middle of an update, a cancellation that a coroutine never hears of, a timer
+thread nobody stops, and a wait in a forked child for an answer that only the parent will get.
 
 Deadlines belong to the drivers, so that `wait_for` and `sleep` need neither thread nor timer.
 """
@@ -39,9 +39,9 @@ def _note_fork() -> None:
 
 
 class Cancelled(BaseException):
-    """Thrown into a coroutine whose result is not wanted any more: its sibling in `gather` failed, or its time in
-    `wait_for` is over. Let it pass after cleaning up. Outside cancellation (KeyboardInterrupt, asyncio's
-    CancelledError) is thrown as what it is."""
+    """Thrown into a coroutine whose result is not wanted any more: its sibling in `gather` failed, or its
+    time in `wait_for` is over. Let it pass after cleaning up. Outside cancellation (KeyboardInterrupt,
+    asyncio's CancelledError) is thrown as what it is."""
 
 
 class Pending(Generic[T]):
@@ -104,7 +104,8 @@ class Pending(Generic[T]):
         return self._error
 
     def wait(self, timeout: float | None = None) -> T:
-        """Blocks the calling thread for at most `timeout` seconds (None: for ever); returns or raises what came.
+        """Blocks the calling thread for at most `timeout` seconds (None: for ever); returns or raises what
+        came.
 
         Raises TimeoutError when nothing came in time, WrongProcessError in a forked child."""
         if not self._block(timeout):
@@ -112,7 +113,8 @@ class Pending(Generic[T]):
         return self.result()
 
     def add_done_callback(self, callback: Callable[[Pending[T]], object]) -> None:
-        """Calls `callback(self)` on the completing thread, or at once when complete. Errors in it are logged."""
+        """Calls `callback(self)` on the completing thread, or at once when complete. Errors in it are
+        logged."""
         with self._lock:
             if not self._done:
                 if self._callbacks is None:
@@ -197,7 +199,8 @@ def _call_safely(callback: Callable[..., object], *arguments: object) -> None:
 
 
 class _Timed:
-    """What a coroutine yields to its driver: wake me when `pending` completes or at `deadline` (monotonic)."""
+    """What a coroutine yields to its driver: wake me when `pending` completes or at `deadline`
+    (monotonic)."""
 
     __slots__ = ("deadline", "pending")
 
@@ -224,9 +227,9 @@ async def wait_for(what: Coroutine[Any, Any, T], seconds: float | None) -> T: ..
 async def wait_for(what: Pending[T] | Coroutine[Any, Any, T], seconds: float | None) -> T:
     """Awaits a Pending or a coroutine for at most `seconds` (None: without limit).
 
-    Raises the builtin TimeoutError when the time is over. A Pending stays as it is and may be awaited again; into
-    a coroutine `Cancelled` is thrown, and it is awaited until it has cleaned up. If it returns nonetheless, its
-    result counts."""
+    Raises the builtin TimeoutError when the time is over. A Pending stays as it is and may be awaited again;
+    into a coroutine `Cancelled` is thrown, and it is awaited until it has cleaned up. If it returns
+    nonetheless, its result counts."""
     if not isinstance(what, Pending):
         if seconds is None:
             return await what
@@ -268,7 +271,8 @@ async def _bounded(coroutine: Coroutine[Any, Any, T], deadline: float, seconds: 
             if pending is None:
                 await _Turn()
             else:
-                await _Timed(pending, inner if expired or (inner is not None and inner < deadline) else deadline)
+                sooner = expired or (inner is not None and inner < deadline)
+                await _Timed(pending, inner if sooner else deadline)
         except BaseException as interruption:  # noqa: BLE001 (passed on)
             error = interruption
             continue
@@ -323,9 +327,9 @@ async def gather(*coroutines: Coroutine[Any, Any, T]) -> tuple[T, ...]: ...
 async def gather(*coroutines: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
     """Runs coroutines side by side, all stepped by the one driver; returns their results in order.
 
-    When one fails, `Cancelled` is thrown into the others, all are awaited to their end, and the first error is
-    raised. What interrupts the gather itself (KeyboardInterrupt, asyncio cancellation) is thrown into every
-    coroutine and raised when they have ended. None is left behind."""
+    When one fails, `Cancelled` is thrown into the others, all are awaited to their end, and the first error
+    is raised. What interrupts the gather itself (KeyboardInterrupt, asyncio cancellation) is thrown into
+    every coroutine and raised when they have ended. None is left behind."""
     results: list[Any] = [None] * len(coroutines)
     live = {index: _Child(index, coroutine) for index, coroutine in enumerate(coroutines)}
     ready = deque(live.values())
@@ -408,9 +412,10 @@ async def gather(*coroutines: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
 class _Guard:
     """Keeps Ctrl-C out of the core while it runs, and lets it in while it waits.
 
-    A KeyboardInterrupt raised between two lines of the core could lose the count of what has been written and so
-    break the connection. While `run_sync` runs in the main thread, SIGINT only sets `tripped`; it is raised at the
-    next wait, or at once during a wait. A second Ctrl-C is raised wherever it hits: a user must always get out.
+    A KeyboardInterrupt raised between two lines of the core could lose the count of what has been written and
+    so break the connection. While `run_sync` runs in the main thread, SIGINT only sets `tripped`; it is
+    raised at the next wait, or at once during a wait. A second Ctrl-C is raised wherever it hits: a user must
+    always get out.
     """
 
     __slots__ = ("tripped", "waiting")
@@ -433,7 +438,8 @@ class _Guard:
 
 _guard = _Guard()
 _on_interrupt = _guard.on_signal
-# The C functions: those of `signal` turn numbers into enums and back, which takes longer than the system call.
+# The C functions: those of `signal` turn numbers into enums and back, which takes longer than the system
+# call.
 _getsignal, _setsignal, _SIGINT, _default_handler = (
     _signal.getsignal, _signal.signal, _signal.SIGINT, _signal.default_int_handler,
 )
@@ -445,7 +451,8 @@ class Pump(Protocol):
     """Something that a waiting thread can keep going itself, in place of the I/O thread: a Connection."""
 
     def lead(self, pending: Pending[Any], deadline: float | None, guard: _Guard | None) -> None:
-        """Works until `pending` is complete, `deadline` (monotonic) has passed or somebody else does the work."""
+        """Works until `pending` is complete, `deadline` (monotonic) has passed or somebody else does the
+        work."""
 
 
 def run_sync(
@@ -458,9 +465,9 @@ def run_sync(
     `pump`, when given, is the Connection that the awaited answers arrive on: the calling thread then reads it
     itself while it waits, which saves two thread switches per answer.
 
-    KeyboardInterrupt (or whatever a signal handler raises during a wait) is thrown into the coroutine, which may
-    clean up and still wait for things. `interrupt`, when given, is called first on a KeyboardInterrupt; if it
-    returns True, the interrupt counts as dealt with and the wait goes on."""
+    KeyboardInterrupt (or whatever a signal handler raises during a wait) is thrown into the coroutine, which
+    may clean up and still wait for things. `interrupt`, when given, is called first on a KeyboardInterrupt;
+    if it returns True, the interrupt counts as dealt with and the wait goes on."""
     if threading.current_thread() is not _main_thread:
         return _drive(coroutine, interrupt, pump, None)
     if _getsignal(_SIGINT) is not _default_handler:
@@ -523,7 +530,8 @@ def _drive(
 
 
 def interruptible(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function of the user's from inside the core, with Ctrl-C raised at once as in any other code."""
+    """Calls a function of the user's from inside the core, with Ctrl-C raised at once as in any other
+    code."""
     if threading.current_thread() is not _main_thread:
         return function(*arguments)
     outer = _guard.waiting
@@ -593,5 +601,6 @@ def _pause(loop: Any, pending: Pending[Any], deadline: float | None) -> Generato
 
 
 async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Drives `coroutine` within the running asyncio task. Cancelling the task throws CancelledError into it."""
+    """Drives `coroutine` within the running asyncio task. Cancelling the task throws CancelledError into
+    it."""
     return await _AsyncDriver(coroutine)
