@@ -200,11 +200,26 @@ def _send_shielded(send: Callable, compose: Callable, parts: tuple[bytes, bytes]
 def _hold() -> set:
     """Blocks the held signals and returns the mask before. Handlers of signals that came just before run inside this
     call; what they raise is dropped, since the cell that set them is over."""
+    mask = None
     while True:
         try:
-            return _sigmask(_BLOCK, _HELD)
+            if mask is None:
+                mask = _sigmask(_BLOCK, ())
+            _sigmask(_BLOCK, _HELD)
+            return mask
         except BaseException:
             continue
+
+
+def _hold_or_raise() -> set:
+    """As `_hold`, inside a cell: what a handler raises goes to the cell, and the mask is as before."""
+    mask = _sigmask(_BLOCK, ())
+    try:
+        _sigmask(_BLOCK, _HELD)     # the mask is set even when a handler raises at the end of the call
+    except BaseException:
+        _sigmask(_SETMASK, mask)
+        raise
+    return mask
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -644,7 +659,7 @@ def _drain(queued: deque, deferred: list[bytes], executions: Executions, lock: A
            done: bytes | None = None) -> None:
     """Sends what is queued, under the lock and with signals held. With `done` it also ends the execution: everything
     goes out in one piece, and results that come later are dropped."""
-    mask = _hold()
+    mask = _hold_or_raise() if done is None else _hold()
     lock.acquire()
     holder[0] = _get_ident()
     try:
