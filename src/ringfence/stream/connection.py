@@ -15,7 +15,6 @@ and the I/O thread sleeps on.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import select
@@ -50,7 +49,6 @@ _CALLER_BUDGET = 1 << 20  # bytes a calling thread writes before it leaves the r
 _REACTOR_BUDGET = 4 << 20
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
-_logger = logging.getLogger("ringfence")
 _DONE: Pending[None] = completed(None)
 
 
@@ -696,7 +694,7 @@ class Connection:
             try:
                 replacement = self._on_dead(error)
             except Exception:
-                _logger.exception("the owner of a connection failed to handle its end")
+                _log("the owner of a connection failed to handle its end")
             else:
                 if isinstance(replacement, BaseException):
                     error = self._dead = replacement
@@ -729,8 +727,15 @@ def _crashed(error: BaseException | None) -> SandboxDeadError:
     return dead
 
 
+def _log(message: str, *arguments: object) -> None:
+    """Logs the exception being handled. `logging` is imported when it is needed: starting up should be quick."""
+    import logging
+
+    logging.getLogger("ringfence").exception(message, *arguments)
+
+
 def _log_sink_failure(channel: Channel) -> None:
-    _logger.exception("channel %d: its user failed to handle what arrived", channel.number)
+    _log("channel %d: its user failed to handle what arrived", channel.number)
 
 
 def _release(data: Any) -> None:
@@ -879,7 +884,7 @@ class Reactor:
                         if mask & ~_OUT:
                             connection._on_readable(view)
                     except Exception as error:
-                        _logger.exception("a connection failed in its owner")
+                        _log("a connection failed in its owner")
                         connection._die(_crashed(error))
 
     def _run_calls(self) -> None:
@@ -892,7 +897,7 @@ class Reactor:
             try:
                 function(*arguments)
             except Exception:
-                _logger.exception("a call on the I/O thread failed")
+                _log("a call on the I/O thread failed")
 
     def _abandon(self) -> None:
         """In a forked child: closes the copies of all descriptors. The epoll set itself is shared with the
