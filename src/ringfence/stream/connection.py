@@ -693,7 +693,7 @@ class Connection:
         if self._on_dead is not None:
             try:
                 replacement = self._on_dead(error)
-            except Exception:
+            except Exception:  # noqa: BLE001 (logged)
                 _log("the owner of a connection failed to handle its end")
             else:
                 if isinstance(replacement, BaseException):
@@ -728,7 +728,7 @@ def _crashed(error: BaseException | None) -> SandboxDeadError:
 
 
 def _log(message: str, *arguments: object) -> None:
-    """Logs the exception being handled. `logging` is imported when it is needed: starting up should be quick."""
+    """Logs the exception being handled. `logging` is imported only then: starting up should be quick."""
     import logging
 
     logging.getLogger("ringfence").exception(message, *arguments)
@@ -883,7 +883,7 @@ class Reactor:
                             connection._on_writable()
                         if mask & ~_OUT:
                             connection._on_readable(view)
-                    except Exception as error:
+                    except Exception as error:  # noqa: BLE001 (logged)
                         _log("a connection failed in its owner")
                         connection._die(_crashed(error))
 
@@ -896,7 +896,7 @@ class Reactor:
             function, arguments = self._calls.popleft()
             try:
                 function(*arguments)
-            except Exception:
+            except Exception:  # noqa: BLE001 (logged)
                 _log("a call on the I/O thread failed")
 
     def _abandon(self) -> None:
