@@ -369,6 +369,9 @@ class AsyncFileStream:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self._stream.drop()
+
     def close(self) -> None:
         """Stop reading."""
         self._stream.close()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ringfence.engines.base import CellSpec, Enforced, Limits
     from ringfence.policy.default import DefaultPolicy
     from ringfence.policy.model import Policy
+    from ringfence.errors import SandboxDeadError
     from ringfence.stream.cell import CellHandle
 
 __all__ = ["SandboxCore", "SandboxInfo", "SandboxOptions"]
@@ -222,7 +223,11 @@ class SandboxCore:
         self._session = session
         if session.death is None:
             _known[handle.id] = self
-            handle.on_dead(lambda _: _known.pop(handle.id, None))
+
+            def forget(_: SandboxDeadError) -> None:
+                _known.pop(handle.id, None)
+
+            handle.on_dead(forget)
 
     @property
     def session(self) -> Session:

@@ -370,6 +370,9 @@ class FileStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self._stream.drop()
+
     def close(self) -> None:
         """Stop reading."""
         self._stream.close()

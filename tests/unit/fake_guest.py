@@ -58,7 +58,9 @@ class Conversation:
 
     def fail(self, code: str, message: str = "") -> None:
         with self.guest.changed:
-            self.guest.mux.send_close(self.channel, {"ok": False, "error": {"code": code, "message": message}})
+            self.guest.mux.send_close(
+                self.channel, {"ok": False, "error": {"code": code, "message": message}}
+            )
             self.guest.flush()
 
     def take(self, timeout: float = 5.0) -> protocol.Event:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_guest import Conversation, FakeHandle
 
 from ringfence.engines.base import Limits
 from ringfence.errors import (
@@ -26,8 +27,6 @@ from ringfence.stream import exchange as exchange_module
 from ringfence.stream.code import CodeRunner
 from ringfence.stream.exchange import Session
 from ringfence.stream.waiting import run_async, run_sync
-
-from fake_guest import Conversation, FakeHandle
 
 STDOUT, STDERR, RESULTS = protocol.STDOUT, protocol.STDERR, protocol.RESULTS
 

@@ -176,7 +176,12 @@ def test_a_timeout_kills_the_tree_and_keeps_the_output(bench: Any) -> None:
     with pytest.raises(TimeoutExceededError) as caught:
         made.run(timeout=0.2)
     error = caught.value
-    assert (error.outcome, error.limit, error.partial.stdout, error.partial.signal) == ("killed", 0.2, "partial", 9)
+    assert (error.outcome, error.limit, error.partial.stdout, error.partial.signal) == (
+        "killed",
+        0.2,
+        "partial",
+        9,
+    )
     assert made.handle.kills == []
 
 
@@ -395,7 +400,9 @@ def test_the_end_of_the_sandbox_is_no_failure_of_the_command(bench: Any) -> None
     assert caught.value.reason == "max_age"
 
 
-@pytest.mark.parametrize("reply", [{}, {"exit_code": "0"}, {"exit_code": 256}, {"exit_code": -1}, {"signal": 500}])
+@pytest.mark.parametrize(
+    "reply", [{}, {"exit_code": "0"}, {"exit_code": 256}, {"exit_code": -1}, {"signal": 500}]
+)
 def test_a_malformed_end_is_the_guests_fault(bench: Any, reply: dict[str, Any]) -> None:
     with pytest.raises(GuestError):
         bench(lambda c, r: c.close(**reply)).run()

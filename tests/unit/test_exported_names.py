@@ -36,9 +36,20 @@ def test_importing_the_package_loads_no_other_module_of_it() -> None:
 
 def test_the_sync_facade_loads_neither_models_nor_event_loops() -> None:
     loaded = loaded_after("from ringfence import Sandbox; import ringfence.node.node")
-    assert not loaded & {"pydantic", "anyio", "asyncio", "typer", "rich", "yaml", "IPython", "ringfence._sandbox_async"}
+    assert not loaded & {
+        "pydantic",
+        "anyio",
+        "asyncio",
+        "typer",
+        "rich",
+        "yaml",
+        "IPython",
+        "ringfence._sandbox_async",
+    }
 
 
 def test_the_default_specification_needs_no_model_library() -> None:
-    loaded = loaded_after("from ringfence._sandbox_core import build_spec; build_spec('base', {'timeout': 60})")
+    loaded = loaded_after(
+        "from ringfence._sandbox_core import build_spec; build_spec('base', {'timeout': 60})"
+    )
     assert not loaded & {"pydantic", "yaml", "asyncio"}

@@ -116,7 +116,12 @@ def test_a_with_block_starts_and_kills(node: FakeNode) -> None:
         assert sandbox.is_running()
         assert sandbox.run_code("hello").logs.stdout == ["hello"]
         info = sandbox.info()
-        assert (info.id, info.metadata, info.template, info.state) == (sandbox.id, {"who": "me"}, "base", "running")
+        assert (info.id, info.metadata, info.template, info.state) == (
+            sandbox.id,
+            {"who": "me"},
+            "base",
+            "running",
+        )
         assert (info.expires_at - info.started_at).total_seconds() == pytest.approx(60)
         assert [item.id for item in Sandbox.list()] == [sandbox.id]
         assert Sandbox.connect(sandbox.id).id == sandbox.id
@@ -139,7 +144,9 @@ def test_the_async_facade_does_the_same_under_asyncio(node: FakeNode) -> None:
     async def main() -> None:
         async with AsyncSandbox() as sandbox:
             executions = await asyncio.gather(*(sandbox.run_code(str(number)) for number in range(20)))
-            assert [execution.logs.stdout for execution in executions] == [[str(number)] for number in range(20)]
+            assert [execution.logs.stdout for execution in executions] == [
+                [str(number)] for number in range(20)
+            ]
             assert (await sandbox.commands.run("x", stdin="two")).stdout == "one\ntwo"
             handle = await sandbox.commands.run("x", background=True)
             assert [piece async for piece in handle] == [("one\n", None, None)]
@@ -168,7 +175,8 @@ def test_threads_share_a_sandbox(node: FakeNode) -> None:
     with Sandbox() as sandbox:
         seen: list[str] = []
         threads = [
-            threading.Thread(target=lambda n=n: seen.extend(sandbox.run_code(str(n)).logs.stdout)) for n in range(20)
+            threading.Thread(target=lambda n=n: seen.extend(sandbox.run_code(str(n)).logs.stdout))
+            for n in range(20)
         ]
         for thread in threads:
             thread.start()
@@ -224,7 +232,13 @@ def test_a_sandbox_cannot_be_pickled_and_says_why(node: FakeNode) -> None:
 def test_options_reach_the_specification() -> None:
     spec, timeout = build_spec(
         "plain",
-        {"memory": "256MiB", "cpus": 2, "limits": {"timeout": "2min", "memory": 5}, "max_age": "2h", "timeout": 5000},
+        {
+            "memory": "256MiB",
+            "cpus": 2,
+            "limits": {"timeout": "2min", "memory": 5},
+            "max_age": "2h",
+            "timeout": 5000,
+        },
     )
     assert (spec.template, spec.limits.memory, spec.limits.cpus) == ("plain", 256 << 20, 2)
     assert (spec.limits.timeout, spec.limits.max_age, timeout) == (120, 7200, 5000)

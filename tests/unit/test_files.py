@@ -238,7 +238,9 @@ def test_the_end_of_the_sandbox_ends_a_write(bench: Any) -> None:
         run_sync(made.files.write("/f", (b"x" * (1 << 18) for _ in range(64))))
 
 
-@pytest.mark.parametrize("reply", [{}, {"entry": 5}, {"entry": {"type": "file", "name": 5}}, {"entry": {"type": 1}}])
+@pytest.mark.parametrize(
+    "reply", [{}, {"entry": 5}, {"entry": {"type": "file", "name": 5}}, {"entry": {"type": 1}}]
+)
 def test_malformed_entries_are_the_guests_fault(bench: Any, reply: dict[str, Any]) -> None:
     with pytest.raises(GuestError):
         run_sync(bench({"file.stat": lambda c, r: c.close(**reply)}).files.info("/f"))
@@ -402,7 +404,9 @@ def test_links_that_wait_at_the_destination_are_not_followed(bench: Any, tmp_pat
     (destination / "good.txt").symlink_to(outside / "victim")
     nodes = {"/r/sub": None, "/r/sub/victim": b"evil", "/r/good.txt": b"evil"}
     for overwrite in (False, True):
-        report = run_sync(bench(Tree(dict(nodes)).operations()).transfers.download_dir("/r", destination, overwrite))
+        report = run_sync(
+            bench(Tree(dict(nodes)).operations()).transfers.download_dir("/r", destination, overwrite)
+        )
         assert (outside / "victim").read_bytes() == b"mine"
         assert "sub" in {entry.path for entry in report.skipped}
     assert not (destination / "good.txt").is_symlink()
@@ -485,7 +489,7 @@ def test_an_uploaded_directory_leaves_out_what_cannot_or_must_not_be_sent(tree: 
 
 
 def test_transfers_leave_no_descriptor_open(tree: Any, tmp_path: Path) -> None:
-    nodes, made = tree
+    _nodes, made = tree
     source = tmp_path / "s"
     (source / "sub").mkdir(parents=True)
     for number in range(40):

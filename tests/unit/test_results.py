@@ -82,7 +82,9 @@ def test_decoding_across_pieces_splits_no_character() -> None:
 
 
 def test_messages_cut_anywhere_are_put_together() -> None:
-    stream = message(1, {"data": {"text/plain": "1"}, "main": True}) + message(2, {"name": "E"}) + message(1, {})
+    stream = (
+        message(1, {"data": {"text/plain": "1"}, "main": True}) + message(2, {"name": "E"}) + message(1, {})
+    )
     parser = ResultParser(1000)
     found = [item for byte in stream for item in parser.feed(bytes([byte]))]
     assert [kind for kind, _ in found] == [1, 2, 1]
@@ -108,7 +110,8 @@ def test_a_flood_of_empty_messages_ends_at_the_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"[]", b"{", b"\xff", b"[" * 100_000, b"null", b'{"a":' * 5000, b'{"a":[' + b"[]," * 1_000_001 + b"0]}"]
+    "body",
+    [b"[]", b"{", b"\xff", b"[" * 100_000, b"null", b'{"a":' * 5000, b'{"a":[' + b"[]," * 1_000_001 + b"0]}"],
 )
 def test_malformed_or_costly_messages_are_dropped(body: bytes) -> None:
     parser = ResultParser(1 << 30)
@@ -170,7 +173,12 @@ def test_entries_are_judged_field_by_field() -> None:
     info = EntryInfo.from_guest(entry)
     assert (info.type, info.permissions, info.mode) == (FileType.DIR, "drwxr-xr-x", 0o755)
     bad: list[object] = [None, [], {**entry, "type": "x"}, {**entry, "size": -1}, {**entry, "size": True}]
-    bad += [{**entry, "name": 1}, {**entry, "target": 1}, {**entry, "metadata": [1]}, {**entry, "modified": "x"}]
+    bad += [
+        {**entry, "name": 1},
+        {**entry, "target": 1},
+        {**entry, "metadata": [1]},
+        {**entry, "modified": "x"},
+    ]
     for wrong in bad:
         with pytest.raises(GuestError):
             EntryInfo.from_guest(wrong)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringfence.errors import GuestError, InvalidArgumentError, NotFoundError, TimeoutExceededError
@@ -106,7 +106,7 @@ class CodeRunner:
         language: str | None = None,
         context: Context | str | None = None,
         timeout: float | None = None,
-        envs: dict[str, str] | None = None,
+        envs: Mapping[str, str] | None = None,
         on_stdout: Callable[[OutputMessage], Any] | None = None,
         on_stderr: Callable[[OutputMessage], Any] | None = None,
         on_result: Callable[[Result], Any] | None = None,
@@ -272,7 +272,7 @@ class CodeRunner:
         )
 
     async def create_context(
-        self, cwd: str | None = None, language: str | None = None, envs: dict[str, str] | None = None
+        self, cwd: Any = None, language: str | None = None, envs: Mapping[str, str] | None = None
     ) -> Context:
         """See `Sandbox.create_code_context`."""
         language = _check_language(language)
@@ -378,9 +378,9 @@ class _Consumer:
         if cell.live and not quiet:
             await self.consume()
             for stream, decoder in self._decoders.items():
-                rest = decoder.decode(b"", True)
-                if rest:
-                    await deliver(self._callbacks[stream], OutputMessage.now(rest, stream == _STDERR))
+                rest, callback = decoder.decode(b"", True), self._callbacks[stream]
+                if rest and callback is not None:
+                    await deliver(callback, OutputMessage.now(rest, stream == _STDERR))
         cell.parser.finish()
         await self._take_results(quiet)
         stdout, stderr = cell.stdout, cell.stderr

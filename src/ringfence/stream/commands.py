@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringfence.errors import (
@@ -372,7 +372,7 @@ class Command(Exchange):
             pid=self.pid,
             background=reply.get("background") is True,
             duration=time.monotonic() - self.begun,
-            cpu_seconds=float(cpu) if type(cpu) in (int, float) else None,
+            cpu_seconds=float(cpu) if isinstance(cpu, (int, float)) else None,
             max_rss=integer_of(reply, "max_rss"),
         )
 
@@ -504,9 +504,9 @@ class CommandRunner:
         cmd: Any,
         *,
         background: bool,
-        envs: dict[str, str] | None,
+        envs: Mapping[str, str] | None,
         user: str | None,
-        cwd: str | None,
+        cwd: Any,
         stdin: bool | str | bytes | None,
         timeout: float | None,
         no_output_timeout: float | None,

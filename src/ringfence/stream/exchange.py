@@ -24,6 +24,7 @@ from ringfence.errors import (
     SandboxError,
     TimeoutExceededError,
 )
+from ringfence.stream.connection import ChannelSink
 from ringfence.stream.results import MAXIMUM_EVENTS, clean_text
 from ringfence.stream.waiting import Pending, interruptible, run_sync, wait_for
 
@@ -67,7 +68,7 @@ async def deliver(callback: Callable[[Any], Any], value: Any) -> None:
         await answer
 
 
-class Exchange:
+class Exchange(ChannelSink):
     """The sink of one channel. `on_*` run on the I/O thread and are quick; `changed` is awaited by the caller.
 
     Done when `reply` (the guest's CLOSE) or `failure` (the sandbox died) is set.

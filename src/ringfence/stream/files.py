@@ -131,10 +131,15 @@ class ReadStream(Exchange):
         return self._size
 
     def close(self) -> None:
-        """Stop reading early."""
+        """Stop reading early. A guest that does not confirm that it stopped loses the sandbox: an operation that
+        never ends would keep the sandbox from ever being idle."""
         self._pieces.clear()
+        self.session.abandon(self)
+
+    def drop(self) -> None:
+        """`close` for finalizers: takes no lock."""
         if not self.done and self.channel is not None:
-            self.channel.close("closed")
+            self.channel.abandon("dropped")
 
 
 class _Listing(Exchange):

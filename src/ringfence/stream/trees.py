@@ -8,10 +8,11 @@ set-id bit is ever made. Uploads take regular files by descriptor, so a FIFO or 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple, Self
 
 from ringfence.errors import FileConflictError, InvalidArgumentError
@@ -86,6 +87,27 @@ class WriteTarget:
         except OSError:
             self.discard()
             raise
+
+    def _link(self) -> bool:
+        """Give the name with link(2), which refuses one that is taken, where rename(2) would replace it.
+
+        False on a file system without links (FAT), where a look has to do.
+        """
+        directory = self._directory
+        try:
+            os.link(
+                self._temporary, self._name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False
+            )
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            try:
+                os.stat(self._name, dir_fd=directory, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+        os.unlink(self._temporary, dir_fd=directory)
+        return True
 
     def discard(self) -> None:
         """Remove what was written so far."""
@@ -241,7 +263,7 @@ def open_regular(
     return descriptor
 
 
-def walk_tree(root: str, report: TransferReport) -> Iterator[LocalEntry]:
+def walk_tree(root: str, report: TransferReport) -> Generator[LocalEntry, None, None]:
     """Entries below `root`, directories before what is in them, in order of name; what cannot be sent is
     reported as skipped. The caller closes the descriptor of each file entry.
 
