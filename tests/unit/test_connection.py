@@ -288,33 +288,26 @@ def test_a_guest_that_stops_reading_holds_up_no_caller_and_no_other_guest(connec
 
 
 def test_a_flood_of_tiny_events_is_taken_in_small_bites_so_that_other_guests_get_their_turn(
-    connect: Connect,
+    reactor: Reactor,
 ) -> None:
-    def flood(mux: Mux, event: Any) -> None:
-        if event.kind == CLOSE:
-            mux.send_close(event.channel, {"ok": True})
-        elif event.kind in (OPEN, CREDIT):
-            for _ in range(min(20_000, mux.data_room(event.channel) // 2)):
-                mux.send_event(event.channel, {})
+    ours, theirs = socket_pair()
+    connection = Connection(ours, reactor)
+    bites: list[int] = []
 
-    class Deaf(Heard):
-        count = 0
-
+    class Counting(Heard):
         def on_event(self, event: dict[str, Any]) -> None:
-            self.count += 1
-            bites.add(flooding._appetite)
+            bites.append(connection._appetite)
 
-    bites: set[int] = set()
-    flooding, _ = connect(flood)
-    other, _ = connect()
-    sink = Deaf()
-    channel = flooding.open({"op": "watch"}, sink)
-    for number in range(20):
-        assert ask(other, number) == number
-    until(lambda: sink.count > 30_000)
-    channel.close()
-    sink.end.wait(PATIENCE)
-    assert min(bites) == connection_module._MIN_READ
+    channel = connection.open({"op": "watch"}, Counting())
+    theirs.sendall(b"".join(Mux("guest").pending()))
+    connection.ready.wait(PATIENCE)
+    with reactor._dispatching:  # so that all of it is there when the I/O thread looks
+        theirs.sendall((HEADER.pack(2, channel.number, EVENT, 0, 0) + b"{}") * 10_000)
+    until(lambda: len(bites) == 10_000)
+    assert bites[0] < connection_module.READ_SIZE
+    assert connection_module._MIN_READ <= min(bites) <= 2 * connection_module._MIN_READ
+    connection.close()
+    theirs.close()
 
 
 def test_a_sink_that_grants_nothing_stops_the_guest_at_the_window(connect: Connect) -> None:
