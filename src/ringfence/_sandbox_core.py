@@ -24,9 +24,9 @@ from ringfence.stream.waiting import wait_for
 
 if TYPE_CHECKING:
     from ringfence.engines.base import CellSpec, Enforced, Limits
+    from ringfence.errors import SandboxDeadError
     from ringfence.policy.default import DefaultPolicy
     from ringfence.policy.model import Policy
-    from ringfence.errors import SandboxDeadError
     from ringfence.stream.cell import CellHandle
 
 __all__ = ["SandboxCore", "SandboxInfo", "SandboxOptions"]
