@@ -25,7 +25,7 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 # Forks a kernel for each [length][JSON config] with three descriptors; the child becomes the kernel.
 ZYGOTE = r"""
 import array, json, os, socket, struct, sys
-sys.path.insert(0, %r)
+sys.path.insert(0, SOURCE)
 wire = socket.socket(fileno=int(sys.argv[1]))
 wire.set_inheritable(False)
 from ringfence.guest import python_kernel
@@ -57,8 +57,8 @@ while True:
         kernel.run(socket.socket(fileno=control), json.loads(data))
     for fd in fds:
         os.close(fd)
-    wire.sendall(b"%%d\n" %% pid)
-""" % SOURCE
+    wire.sendall(b"%d\n" % pid)
+""".replace("SOURCE", repr(SOURCE))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
-from kernel_driver import Kernel, Zygote  # noqa: E402
+from kernel_driver import Kernel, Zygote
 
 pytest.importorskip("IPython")
 
@@ -187,9 +187,9 @@ def test_a_lot_of_output_comes_through(kernel: Kernel) -> None:
 # --- what a cell may break -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("harm", [
-    "import json, socket, os, struct, signal, threading\njson.dumps = json.loads = socket.socket = os.write = None\n"
+    ("import json, socket, os, struct, signal, threading\njson.dumps = json.loads = socket.socket = os.write = None\n"
     "struct.pack = os.getpid = os.fstat = signal.signal = threading.get_ident = json.encoder.c_make_encoder = None\n"
-    "json.JSONEncoder.encode = json.decoder.scanstring = None",
+    "json.JSONEncoder.encode = json.decoder.scanstring = None"),
     "import builtins; del builtins.len",
     "import builtins; builtins.isinstance = builtins.str = None",
     "import builtins; builtins.print = None",
@@ -371,7 +371,8 @@ open(OUT, "wb").write(b"\\n".join(found))
     path = f"/tmp/kernel-forgery-{os.getpid()}"
     try:
         assert run.status == "ok", run
-        found = open(path, "rb").read()
+        with open(path, "rb") as file:
+            found = file.read()
     finally:
         if os.path.exists(path):
             os.unlink(path)

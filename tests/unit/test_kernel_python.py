@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
-from kernel_driver import Kernel, Zygote  # noqa: E402
+from kernel_driver import Kernel, Zygote
 
 pytest.importorskip("IPython")
 

@@ -22,9 +22,11 @@ as well have replaced `sys.displayhook`. It gains nothing outside its context; c
 belong in different sandboxes, and every limit is enforced outside.
 """
 
+
+# ruff: noqa: BLE001, S110, S112  (exceptions of any kind come out of user code, and end here on purpose)
 from __future__ import annotations
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import builtins
 import contextvars
 import ctypes
@@ -42,8 +44,8 @@ import threading
 import time
 from _functools import _lru_cache_wrapper  # type: ignore[attr-defined]
 from collections import deque
-from typing import Any, NamedTuple, NoReturn
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 # Functions of this module look builtins up in a private copy: `del builtins.len` in a cell must not reach the loop.
 __builtins__ = dict(vars(builtins))
@@ -64,8 +66,7 @@ LEAVES = {"python": "ringfence.guest.python_kernel"}
 # idiom) cannot cut a message in two. Signals that user code cannot handle in Python, or faults, are not in the list.
 _HELD = tuple(
     getattr(signal, name).value
-    for name in ("SIGINT SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2 SIGTERM SIGHUP SIGCHLD SIGQUIT SIGIO SIGWINCH SIGURG "
-                 "SIGTSTP SIGCONT SIGTTIN SIGTTOU").split()
+    for name in ["SIGINT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGQUIT", "SIGIO", "SIGWINCH", "SIGURG", "SIGTSTP", "SIGCONT", "SIGTTIN", "SIGTTOU"]
     if hasattr(signal, name)
 )
 
@@ -84,7 +85,8 @@ _fsencode = os.fsencode
 _environ = os.environ
 _poll = select.poll
 _POLLIN = select.POLLIN
-_scan_json = json.JSONDecoder().scan_once  # the C scanner: parsing runs no function that a cell could replace
+# The C scanner: parsing runs no function that a cell could replace.
+_scan_json: Any = json.JSONDecoder().scan_once  # pyright: ignore[reportAttributeAccessIssue]
 _pack_length = struct.Struct("!I").pack
 _unpack_length = struct.Struct("!I").unpack_from
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -292,7 +294,8 @@ class Streams:
         sys.stdout = sys.__stdout__ = self.stdout  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = self.stderr  # type: ignore[misc]
         try:
-            sys.stdin = sys.__stdin__ = open(0, "r", encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]
+            sys.stdin = sys.__stdin__ = open(  # noqa: SIM115  # type: ignore[misc]
+                0, "r", encoding="utf-8", errors="replace", closefd=False)
         except OSError:
             sys.stdin = sys.__stdin__ = None  # type: ignore[misc,assignment]
 
@@ -308,19 +311,19 @@ class Streams:
                 broken, what = True, "closed"
             if broken:
                 _dup2(self.saved[descriptor], descriptor)
-                notes.append("fd %d had been %s by an earlier cell" % (descriptor, what))
+                notes.append(f"fd {descriptor} had been {what} by an earlier cell")
             own = getattr(self, name)
             try:
                 usable = not (own.closed or own.buffer.closed or own.buffer.raw.closed)
             except ValueError:  # detached
                 usable = False
             if not usable:
-                own = _text_stream(descriptor, "<%s>" % name)
+                own = _text_stream(descriptor, f"<{name}>")
                 setattr(self, name, own)
-                setattr(sys, "__%s__" % name, own)
+                setattr(sys, f"__{name}__", own)
             if getattr(sys, name, None) is not own:
                 setattr(sys, name, own)
-                notes.append("sys.%s had been replaced by an earlier cell" % name)
+                notes.append(f"sys.{name} had been replaced by an earlier cell")
         return notes
 
     def flush(self) -> None:
@@ -342,7 +345,7 @@ class Streams:
 
     def note(self, text: str) -> None:
         try:
-            self.stderr.write("[ringfence] %s\n" % text)
+            self.stderr.write(f"[ringfence] {text}\n")
             self.stderr.flush()
         except Exception:
             pass
@@ -368,7 +371,7 @@ def renew_identity(seed: bytes) -> None:
     `secrets`, `uuid.uuid4` and `numpy.random.default_rng()` read the kernel's entropy each time and need nothing. The
     seed of str hashing belongs to the interpreter and cannot be renewed after a fork.
     """
-    modules = sys.modules
+    modules: dict[str, Any] = sys.modules
     seed = bytes(seed) + os.urandom(16)
     if "random" in modules:
         modules["random"].seed(seed)
@@ -401,7 +404,7 @@ def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
             try:
                 os.environ[name] = value
             except (ValueError, TypeError):
-                notes.append("environment variable %r was left out: not a legal name or value" % (name,))
+                notes.append(f"environment variable {name!r} was left out: not a legal name or value")
     if "TZ" in os.environ:
         time.tzset()
     cwd = config.get("cwd")
@@ -409,7 +412,7 @@ def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
         try:
             os.chdir(cwd)
         except OSError as error:
-            notes.append("cannot enter %r: %s; working in %r" % (cwd, error.strerror, os.getcwd()))
+            notes.append(f"cannot enter {cwd!r}: {error.strerror}; working in {os.getcwd()!r}")
     seed = config.get("random") or ""
     renew_identity(bytes.fromhex(seed) if isinstance(seed, str) else seed)
     if not config.get("dumpable", False) and not rehearsal:
@@ -490,7 +493,7 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
 
     descriptor = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, _high_descriptor())
     control.close()
-    channel = socket.socket(fileno=descriptor)
+    channel: Any = socket.socket(fileno=descriptor)
     channel.setblocking(True)
     streams = Streams()
     notes = _prepare(config, rehearsal)
@@ -541,7 +544,7 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
         nonlocal channel
         if channel is not None:
             channel.close()
-            channel = None  # type: ignore[assignment]  # a grandchild must not close a number that is now another file
+            channel = None  # a grandchild must not close a number that is now another file
             streams.close_saved()
 
     if not rehearsal:
@@ -638,7 +641,7 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
 
     def finish(outcome: Outcome) -> None:
         payload = encode_ascii(
-            '{"status": "%s", "execution_count": %d}' % (outcome.status, outcome.execution_count))
+            f'{{"status": "{outcome.status}", "execution_count": {int(outcome.execution_count)}}}')
         try:
             _drain(queued, deferred, executions, lock, holder, composer_of_results, send, composers, outcome.error,
                    payload)

@@ -16,6 +16,8 @@ Where it differs from Jupyter, and why:
 IPython 8.18 (Python 3.9) and 9.x are supported; both are in the tests.
 """
 
+
+# ruff: noqa: BLE001, S110  (exceptions of any kind come out of user code, and end here on purpose)
 from __future__ import annotations
 
 import builtins
@@ -30,8 +32,8 @@ import sys
 import traceback
 import types
 import warnings
-from typing import Any, NoReturn
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import IPython
 from IPython.core import interactiveshell as _interactiveshell
@@ -150,7 +152,7 @@ class _Formatter(DisplayFormatter):
         try:
             bundle, metadata = super().format(obj, include=include, exclude=exclude)
             if self.failed is not None and "text/plain" not in bundle:
-                bundle["text/plain"] = "<%s object; its representation raised %s>" % (kind.__name__, self.failed)
+                bundle["text/plain"] = f"<{kind.__name__} object; its representation raised {self.failed}>"
             if bundle:
                 for mime, value, about in self._extras(obj, figure):
                     if mime not in bundle and not (include and mime not in include) and not (
@@ -185,8 +187,8 @@ class _Formatter(DisplayFormatter):
                 data, about = rich_results.data_of_frame(obj)
                 extras.append((rich_results.DATA_MIME, data, about))
         except Exception as error:
-            self.parent.write_error("[ringfence] no data for this %s: %s: %s\n" % (
-                type(obj).__name__, type(error).__name__, rich_results.safe_text(error, 500)))
+            shell: Any = self.parent
+            shell.write_error(f"[ringfence] no data for this {type(obj).__name__}: {type(error).__name__}: {rich_results.safe_text(error, 500)}\n")
         return extras
 
 
@@ -197,11 +199,12 @@ class _Hook(DisplayHook):
     """sys.displayhook: the value of the last expression becomes the main result."""
 
     def quiet(self) -> bool:
+        shell: Any = self.shell
         try:
-            cell = self.shell.history_manager.input_hist_parsed[-1]
+            cell = shell.history_manager.input_hist_parsed[-1]
         except (IndexError, AttributeError):
             return False
-        return ";" in cell and self.semicolon_at_end_of_expression(cell)
+        return ";" in cell and bool(self.semicolon_at_end_of_expression(cell))
 
     def __call__(self, result: Any = None) -> None:
         self.check_for_underscore()
@@ -251,7 +254,7 @@ class _Scripts(ScriptMagics):
     @cell_magic("script")
     def shebang(self, line: str, cell: str) -> Any:
         """Run a cell by a program: %%script PROGRAM, %%bash, %%sh, %%python3, %%perl, ..."""
-        from IPython.utils.process import arg_split
+        from IPython.utils.process import arg_split  # pyright: ignore[reportPrivateImportUsage]
 
         arguments, command = self.shebang.parser.parse_known_args(arg_split(line, posix=True))  # pyright: ignore
         if arguments.bg or arguments.out or arguments.err or arguments.proc or not command:
@@ -259,7 +262,7 @@ class _Scripts(ScriptMagics):
         try:
             code = _run_process(command, text=cell if cell.endswith("\n") else cell + "\n")
         except FileNotFoundError:
-            print("Couldn't find program: %r" % command[0])
+            print(f"Couldn't find program: {command[0]!r}")
             return None
         if arguments.raise_error and code != 0:
             raise subprocess.CalledProcessError(code, command[0])
@@ -373,7 +376,7 @@ class Shell(InteractiveShell):
 
     run_depth = 0
     fatal: tuple[BaseException, dict[str, str]] | None = None
-    figures: dict[int, Any] = {}
+    figures: dict[int, Any]
     link: Any = None    # the _Language of this process; None in the zygote
 
     # --- construction without files ----------------------------------------------------------------------------------
@@ -391,7 +394,7 @@ class Shell(InteractiveShell):
     @property
     def db(self) -> Any:
         """Store of `%store`, `%bookmark` and the like, made below ~/.ipython when first used."""
-        store = self.__dict__.get("_store")
+        store = getattr(self, "_store", None)
         if store is None:
             path = os.path.join(os.path.expanduser("~"), ".ipython", "profile_default", "db")
             try:
@@ -405,7 +408,7 @@ class Shell(InteractiveShell):
                 store = PickleShareDB(path) if PickleShareDB is not None else {}
             except OSError:
                 store = {}
-            self.__dict__["_store"] = store
+            self._store = store
         return store
 
     @db.setter
@@ -417,9 +420,10 @@ class Shell(InteractiveShell):
         return _Exit(self)
 
     def init_display_formatter(self) -> None:
-        self.display_formatter = _Formatter(parent=self)
-        self.configurables.append(self.display_formatter)
-        png = self.display_formatter.formatters["image/png"]
+        formatter: Any = _Formatter(parent=self)
+        self.display_formatter = formatter
+        self.configurables.append(formatter)
+        png = formatter.formatters["image/png"]
         png.for_type_by_name("matplotlib.figure", "Figure", _figure_as_png)
 
     def init_magics(self) -> None:
@@ -437,7 +441,8 @@ class Shell(InteractiveShell):
         return super().transform_cell(raw_cell)
 
     def _census(self) -> tuple[int, ...]:
-        manager, prefilter = self.input_transformer_manager, self.prefilter_manager
+        manager: Any = self.input_transformer_manager
+        prefilter: Any = self.prefilter_manager
         return (len(manager.cleanup_transforms), len(manager.line_transforms), len(manager.token_transformers),
                 len(self.input_transformers_post), len(prefilter.checkers), len(prefilter.transformers),
                 len(prefilter.handlers))
@@ -479,7 +484,7 @@ class Shell(InteractiveShell):
         outer = hook.exec_result
         hook.exec_result = None
         try:
-            arguments = (raw_cell, store_history, silent, shell_futures, cell_id)
+            arguments: Any = (raw_cell, store_history, silent, shell_futures, cell_id)
             result = self._run_cell(*(arguments + ((cell_meta,) if _TAKES_META else ())))
             return result
         finally:
@@ -532,8 +537,8 @@ class Shell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         if gui not in (None, "inline", "agg", ""):
-            raise UsageError("there is no display in a sandbox: event loop %r is not available; figures are shown "
-                             "without one" % gui)
+            raise UsageError(f"there is no display in a sandbox: event loop {gui!r} is not available; figures are shown "
+                             "without one")
 
     def enable_matplotlib(self, gui: Any = None) -> Any:
         if gui not in (None, "auto", "inline", "agg"):
@@ -595,7 +600,7 @@ class Shell(InteractiveShell):
         kind, value, trace = self._get_exc_info()
         self._report(kind, value, trace, running_compiled_code, filename)
 
-    def _report(self, kind: type, value: BaseException, trace: Any, compiled: bool = True, filename: Any = None,
+    def _report(self, kind: Any, value: Any, trace: Any, compiled: bool = True, filename: Any = None,
                 offset: Any = None) -> None:
         formatter: Any = self.display_formatter
         result = self.displayhook.exec_result
@@ -650,19 +655,19 @@ def describe_error(shell: Any, kind: type, value: BaseException, trace: Any, com
             rendered = None
     if rendered is None:
         try:
-            rendered = "Traceback (most recent call last):\n%s%s: %s" % (
+            rendered = "Traceback (most recent call last):\n{}{}: {}".format(
                 "".join(traceback.format_tb(trace, -50)), kind.__name__, text)
         except BaseException:
-            rendered = "%s: %s" % (kind.__name__, text)
+            rendered = f"{kind.__name__}: {text}"
     return {"name": kind.__name__, "value": text, "traceback": rich_results.cut(rendered, TRACEBACK_LIMIT)}
 
 
 def _render(shell: Any, kind: type, value: BaseException, trace: Any, compiled: bool, filename: Any,
             offset: Any) -> str:
     if kind is UsageError:
-        return "UsageError: %s" % value
+        return f"UsageError: {value}"
     if issubclass(kind, SystemExit):
-        return "SystemExit: %s\n(the kernel goes on; variables are kept)" % (value,)
+        return f"SystemExit: {value}\n(the kernel goes on; variables are kept)"
     if issubclass(kind, SyntaxError):
         if filename and isinstance(value, SyntaxError):
             value.filename = filename
@@ -681,7 +686,7 @@ def _render(shell: Any, kind: type, value: BaseException, trace: Any, compiled: 
     text = shell.InteractiveTB.stb2text(
         shell.InteractiveTB.structured_traceback(kind, value, trace, tb_offset=offset))
     if left_out:
-        text += "\n(%d frames in the middle of the traceback are left out)" % left_out
+        text += f"\n({left_out} frames in the middle of the traceback are left out)"
     return text
 
 
@@ -707,7 +712,7 @@ def _user_part(trace: Any) -> Any:
     return first if first is not None else trace
 
 
-def _own_frames(trace: Any) -> Tuple[Any, int]:
+def _own_frames(trace: Any) -> tuple[Any, int]:
     """The traceback without frames of IPython and the kernel, wherever they are (they say nothing about the user's
     code, and rendering them takes most of a second), and of more than MAX_FRAMES only the outermost and innermost.
     Returns it and the number of frames left out of the middle."""
@@ -912,9 +917,9 @@ class _Language:
 
     def _repair_builtins(self, names: Sequence[str]) -> None:
         for name in names:
-            vars(builtins)[name] = _ORIGINAL_BUILTINS[name]
+            builtins.__dict__[name] = _ORIGINAL_BUILTINS[name]
         self.streams.note("builtins that a cell had taken away were put back: " + ", ".join(names[:10])
-                          + (" and %d more" % (len(names) - 10) if len(names) > 10 else ""))
+                          + (f" and {len(names) - 10} more" if len(names) > 10 else ""))
 
     def publish(self, bundle: dict[str, Any], metadata: Any, main: bool, extra: Any) -> None:
         """A result of the calling thread or task; dropped when its execution is over or asked for quiet."""
@@ -924,7 +929,7 @@ class _Language:
         payload, notes = rich_results.result_payload(bundle, metadata, main, self.result_limit, extra)
         self.send(number, payload, main)
         for note in notes:
-            self.shell.write_error("[ringfence] %s\n" % note)
+            self.shell.write_error(f"[ringfence] {note}\n")
 
     def was_cancelled(self, value: BaseException) -> bool:
         asyncio = sys.modules.get("asyncio")
@@ -951,7 +956,7 @@ class _Language:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-5))
         except BaseException:
             text = type(error).__name__
-        self.streams.note("exception %s:\n%s" % (where, text.rstrip("\n")))
+        self.streams.note("exception {}:\n{}".format(where, text.rstrip("\n")))
 
     def shutdown(self) -> None:
         """Functions that user code registered with atexit, as at the end of a program."""
@@ -995,7 +1000,8 @@ def _build() -> Shell:
     finally:
         if replaced is not None:
             _interactiveshell.PickleShareDB = replaced  # type: ignore[attr-defined]
-    InteractiveShell._instance = shell
+    InteractiveShell._instance = shell  # pyright: ignore[reportAttributeAccessIssue]
+    shell.figures = {}
     shell.show_rewritten_input = False
     shell.autoindent = False
     shell.loop_runner = _runner
@@ -1045,14 +1051,14 @@ def warm(modules: Sequence[str] = ()) -> list[str]:
                 _import_matplotlib()
             __import__(name)
         except Exception as error:
-            problems.append("%s: %s: %s" % (name, type(error).__name__, error))
+            problems.append(f"{name}: {type(error).__name__}: {error}")
     _shell = shell
     cells = _WARM_CELLS + tuple(cell for name, cell in _WARM_DATA if name in sys.modules)
     for cell in cells * 2:
         try:
             kernel.rehearse(cell, {"language": "python", "random": ""})
         except Exception as error:
-            problems.append("warm-up cell %r: %s: %s" % (cell, type(error).__name__, error))
+            problems.append(f"warm-up cell {cell!r}: {type(error).__name__}: {error}")
     _reset(shell)
     _modules.clear()
     _modules.update(sys.modules)
@@ -1061,7 +1067,7 @@ def warm(modules: Sequence[str] = ()) -> list[str]:
     _close_fonts()
     gc.collect()
     gc.freeze()     # a full collection in a child would write to every object, and so copy every page
-    problems += ["left open: fd %d (%s)" % item for item in sorted(_descriptors().items())
+    problems += ["left open: fd {} ({})".format(*item) for item in sorted(_descriptors().items())
                  if item[0] not in descriptors]
     return problems
 
@@ -1095,7 +1101,7 @@ def _import_matplotlib() -> None:
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or not spec.submodule_search_locations:
         return
-    defaults = os.path.join(list(spec.submodule_search_locations)[0], "mpl-data", "matplotlibrc")
+    defaults = os.path.join(next(iter(spec.submodule_search_locations)), "mpl-data", "matplotlibrc")
     directory = os.environ.get("MPLCONFIGDIR")
     explicit = os.environ.get("MATPLOTLIBRC")
     if explicit is None and os.path.exists(defaults):

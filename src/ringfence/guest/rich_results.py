@@ -9,15 +9,17 @@ MIME types: those of Jupyter, and
   application/vnd.ringfence.chart+json   what `e2b_charts` reads out of a matplotlib figure
 """
 
+
+# ruff: noqa: BLE001, S110, S112  (objects of user code raise anything)
 from __future__ import annotations
 
 import builtins
 import sys
 import warnings
 from binascii import b2a_base64
+from collections.abc import Iterable
 from json import encoder as _json_encoder
 from typing import Any
-from collections.abc import Iterable
 
 # See kernel.py: a cell that deletes builtins must not reach these functions.
 __builtins__ = dict(vars(builtins))
@@ -43,11 +45,11 @@ def safe_text(value: Any, limit: int = 65536) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return "<%s object: str() raised %s>" % (type(value).__name__, type(error).__name__)
-    return text if len(text) <= limit else text[:limit] + "... (%d characters more)" % (len(text) - limit)
+        return f"<{type(value).__name__} object: str() raised {type(error).__name__}>"
+    return text if len(text) <= limit else text[:limit] + f"... ({len(text) - limit} characters more)"
 
 
-_make_encoder = _json_encoder.c_make_encoder
+_make_encoder: Any = getattr(_json_encoder, "c_make_encoder", None)
 _quote = _json_encoder.encode_basestring
 _python_encode = _json_encoder.JSONEncoder(default=safe_text, ensure_ascii=False).encode  # where there is no C encoder
 
@@ -114,7 +116,7 @@ def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return "%s\n... %d characters left out ...\n%s" % (text[:half], len(text) - 2 * half, text[-half:])
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
 def _is_binary(mime: str) -> bool:
@@ -163,15 +165,16 @@ def result_payload(bundle: dict[str, Any], metadata: dict[str, Any] | None, main
             sizes[largest] = weights[largest]
             del data[largest]
         if "text/plain" in sizes or not data:
-            data["text/plain"] = "<result left out: %d bytes are more than the limit of %d bytes>" % (
-                max(sizes.values()), limit)
+            data["text/plain"] = (
+                f"<result left out: {max(sizes.values())} bytes are more than the limit of {limit} bytes>")
             if limit < 512:
                 payload = encode(message)
                 break
         payload = encode(message)
-    notes = ["a result was too large (limit %d bytes): %s left out; print or save a part of it instead"
-             % (limit, ", ".join("%s of %d bytes" % item for item in sizes.items()))] if sizes else []
-    return payload, notes
+    if not sizes:
+        return payload, []
+    parts = ", ".join(f"{mime} of {size} bytes" for mime, size in sizes.items())
+    return payload, [f"a result was too large (limit {limit} bytes): {parts} left out; print or save a part instead"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ def data_of_frame(frame: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         name = base = safe_text(frame.columns[position], 1024)
         copy = 1
         while name in result:
-            name, copy = "%s.%d" % (base, copy), copy + 1
+            name, copy = f"{base}.{copy}", copy + 1
         series = frame.iloc[:shown, position]
         values = series.tolist()
         missing = series.isna()
