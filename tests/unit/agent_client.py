@@ -268,16 +268,24 @@ class Client:
 
     def pids(self) -> int:
         """How many processes the agent's pid namespace holds, the agent included."""
-        mine = os.readlink(f"/proc/{self.process.init}/ns/pid")
-        count = 0
+        init = self.process.init
+        parents = {}
         for name in os.listdir("/proc"):
             if name.isdigit():
                 try:
-                    if os.readlink(f"/proc/{name}/ns/pid") == mine and b"\nState:\tZ" not in open(f"/proc/{name}/status", "rb").read():
-                        count += 1
+                    with open(f"/proc/{name}/stat") as file:
+                        state, parent = file.read().rpartition(")")[2].split()[:2]
                 except OSError:
                     continue
-        return count
+                if state not in "ZX":
+                    parents[int(name)] = int(parent)
+
+        def inside(pid: int) -> bool:
+            while pid not in (0, 1, init):
+                pid = parents.get(pid, 0)
+            return pid == init
+
+        return sum(inside(pid) for pid in parents)
 
 
 def fake_kernel(control: socket.socket, config: dict[str, Any]) -> None:

@@ -287,6 +287,7 @@ class Command:
         self.killed = False
         self._report = -1
         self._failing = False
+        self._background = False
         self._kill: processes.TreeKill | None = None
         self.closed = False
         argv = request.get("argv")
@@ -506,6 +507,8 @@ class Command:
             self._drain()
 
     def _drain(self) -> None:
+        # Before the pipes are closed: a child that writes to one would die of that.
+        self._background = self._has_background()
         for source in list(self.sources):
             source.finish()
         self._maybe_close()
@@ -518,7 +521,6 @@ class Command:
         if self.closed or any(source.open for source in self.sources):
             return
         status, usage = self.exit if self.exit is not None else (signal.SIGKILL, None)
-        background = self._has_background()
         self._close({
             "ok": True,
             "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
@@ -526,7 +528,7 @@ class Command:
             "core": False,
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 6) if usage is not None else 0.0,
             "max_rss": usage.ru_maxrss * 1024 if usage is not None else 0,
-            "background": background,
+            "background": self._background,
             "killed": self.killed,
         })  # fmt: skip
 
