@@ -52,4 +52,6 @@ $(STAMP): pyproject.toml
 	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing ringfence and what the demo and the tests need into $(VENV) ..."
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check -e '.[data,demo,dev]'
+	@echo "Copying the packages that sandboxes see (numpy, pandas, matplotlib, IPython) into ringfence's cache ..."
+	@$(RUN)/python -c "from ringfence.node import environments as e; e.python_environment('base'); e.python_environment('data')"
 	@touch $@

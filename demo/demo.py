@@ -28,12 +28,12 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=options.json, highlight=False)
+    console = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 150)
     begun = time.monotonic()
     from analysis import analyse
-    from attacks import ATTACKS, run_all
     from host import Witness
 
+    from attacks import ATTACKS, run_all
     from ringfence import RingfenceError
 
     def progress(prefix: str):

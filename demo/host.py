@@ -163,7 +163,7 @@ class Witness:
             ready = select.select([*self._sockets, self._wake], [], [])[0]
             if self._wake in ready:
                 return
-            for each in ready:
+            for each in (each for each in self._sockets if each in ready):
                 connection, _ = each.accept()
                 self.connections.append(names[each])
                 connection.close()

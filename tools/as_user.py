@@ -39,7 +39,7 @@ VERSIONS = ("python3", "python3.11", "python3.12", "python3.13", "python3.14")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     parser.add_argument("--subordinate-ids", action="store_true")
     parser.add_argument("--uid", type=int, default=UID)
     parser.add_argument("--run", action="store_true", help="the arguments are a command, not pytest's")

@@ -137,6 +137,7 @@ class _Run:
     def __init__(self, request: Request, settings: _Settings) -> None:
         self.request = request
         self.settings = settings
+        self.running: Launcher | None = None
         self.mux = Mux("host")
         self.channel = 0
         self.upload = 0
@@ -158,13 +159,18 @@ class _Run:
         self.signals: list[int] = []
         self.oom = False
 
+    @property
+    def launcher(self) -> Launcher:
+        assert self.running is not None, "start() comes first"
+        return self.running
+
     # Start ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Ask for everything at once: the kernel's sockets keep the order, so nothing waits for an answer."""
         settings = self.settings
         interpreter = environments.interpreter()
-        self.launcher = Launcher(interpreter.executable_outside, self._event, lambda: None)
+        self.running = Launcher(interpreter.executable_outside, self._event, lambda: None)
         self.stream, theirs = socket.socketpair()
         for each in (self.stream, theirs):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -473,53 +479,55 @@ class _Run:
 
 def main(request: Request) -> int:
     """Run what `request` asks for; returns this process's exit code."""
-    try:
-        settings = _Settings(request)
-        run = _Run(request, settings)
-    except RingfenceError as error:
-        return _complain(request, error.message, error.hint)
-    try:
-        run.start()
-        run.loop()
-        code, ended, message, hint = run.finish()
-    except RingfenceError as error:
-        code, ended, message, hint = FAILED, "failure", error.message, error.hint
-    finally:
-        if hasattr(run, "launcher"):
-            run.close()
+    run, (code, ended, message, hint) = _perform(request)
     if request.json:
-        _print_json(run, code, ended, message, hint)
+        import json
+
+        os.write(1, json.dumps(_document(run, code, ended, message, hint)).encode() + b"\n")
     elif message:
         _say(message, hint)
     return code
 
 
-def _print_json(run: _Run, code: int, ended: str, message: str, hint: str) -> None:
-    import json
+def run_quietly(request: Request) -> dict:
+    """As `main`, and returns what `--json` prints. `request.json` must be set: nothing passes through."""
+    run, outcome = _perform(request)
+    return _document(run, *outcome)
 
-    now = time.monotonic()
-    document = {
+
+def _perform(request: Request) -> tuple[_Run | None, tuple[int, str, str, str]]:
+    run: _Run | None = None
+    try:
+        run = _Run(request, _Settings(request))
+        run.start()
+        run.loop()
+        return run, run.finish()
+    except RingfenceError as error:
+        return run, (FAILED, "failure", error.message, error.hint)
+    finally:
+        if run is not None and run.running is not None:
+            run.close()
+
+
+def _document(run: _Run | None, code: int, ended: str, message: str, hint: str) -> dict:
+    document: dict = {
         "exit_code": code,
         "ended_by": ended,
-        "stdout": b"".join(run.captured[STDOUT]).decode("utf-8", "replace"),
-        "stderr": b"".join(run.captured[STDERR]).decode("utf-8", "replace"),
+        "stdout": "",
+        "stderr": "",
         "error": {"message": message, "hint": hint} if message else None,
-        "start_seconds": round(run.started - run.begun, 4) if run.started else None,
-        "run_seconds": round(now - run.started, 4) if run.started else None,
-        "policy": run.settings.policy,
-        "limits": {**run.settings.limits, "timeout": run.settings.timeout},
     }
-    os.write(1, json.dumps(document).encode() + b"\n")
-
-
-def _complain(request: Request, message: str, hint: str) -> int:
-    if request.json:
-        import json
-
-        os.write(1, json.dumps({"exit_code": FAILED, "ended_by": "failure", "error": {"message": message, "hint": hint}}).encode() + b"\n")
-    else:
-        _say(message, hint)
-    return FAILED
+    if run is not None:
+        now = time.monotonic()
+        document.update(
+            stdout=b"".join(run.captured[STDOUT]).decode("utf-8", "replace"),
+            stderr=b"".join(run.captured[STDERR]).decode("utf-8", "replace"),
+            start_seconds=round(run.started - run.begun, 4) if run.started else None,
+            run_seconds=round(now - run.started, 4) if run.started else None,
+            policy=run.settings.policy,
+            limits={**run.settings.limits, "timeout": run.settings.timeout},
+        )
+    return document
 
 
 def _say(message: str, hint: str = "") -> None:
