@@ -483,7 +483,7 @@ class AsyncFiles:
         return await run_async(self._operations.write(path, data, mode, metadata, append))
 
     async def write_files(self, files: Sequence[WriteEntry]) -> builtins.list[WriteInfo]:
-        """Write several files, sixteen at a time; results in the same order. The first failure is raised."""
+        """Write several files, one after the other; results in the same order. The first failure is raised."""
         return await run_async(self._operations.write_files(files))
 
     async def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:

@@ -481,7 +481,7 @@ class Files:
         return run_sync(self._operations.write(path, data, mode, metadata, append))
 
     def write_files(self, files: Sequence[WriteEntry]) -> builtins.list[WriteInfo]:
-        """Write several files, sixteen at a time; results in the same order. The first failure is raised."""
+        """Write several files, one after the other; results in the same order. The first failure is raised."""
         return run_sync(self._operations.write_files(files))
 
     def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:

@@ -29,14 +29,12 @@ from ringfence.stream.results import (
     FilesystemEventType,
     WriteInfo,
 )
-from ringfence.stream.waiting import gather, interruptible
+from ringfence.stream.waiting import interruptible
 
 __all__ = ["CHUNK", "FileOperations", "ReadStream", "Watch"]
 
 CHUNK = 256 * 1024
 """Bytes that a transfer handles at a time."""
-PARALLEL = 16
-"""Files that a batch moves at the same time."""
 _FILE = 5
 _LISTING_LIMIT = 64 << 20
 _WATCH_LIMIT = 10_000
@@ -477,18 +475,11 @@ class FileOperations:
             if unknown:
                 raise InvalidArgumentError(f"unknown keys in files: {sorted(map(str, unknown))}")
             entries.append(entry)
-        written: list[WriteInfo] = []
-        for start in range(0, len(entries), PARALLEL):
-            batch = entries[start : start + PARALLEL]
-            written.extend(
-                await gather(
-                    *(
-                        self.write(entry["path"], entry["data"], entry.get("mode"), entry.get("metadata"))
-                        for entry in batch
-                    )
-                )
-            )
-        return written
+        # One after the other: side by side the guest forks more workers, which costs more than it gains.
+        return [
+            await self.write(entry["path"], entry["data"], entry.get("mode"), entry.get("metadata"))
+            for entry in entries
+        ]
 
     # -- watching
 

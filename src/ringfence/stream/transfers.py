@@ -24,15 +24,16 @@ from ringfence.errors import (
     TransferError,
 )
 from ringfence.stream.checks import check_count, check_path
-from ringfence.stream.files import CHUNK, PARALLEL, FileOperations
+from ringfence.stream.files import CHUNK, FileOperations
 from ringfence.stream.results import EntryInfo, FileType, SkippedEntry, TransferReport, WriteInfo
 from ringfence.stream.trees import LocalEntry, TreeWriter, WriteTarget, name_is_safe, open_regular, walk_tree
-from ringfence.stream.waiting import gather
 
 __all__ = ["Transfers"]
 
 MAXIMUM_ENTRIES = 100_000
 MAXIMUM_DEPTH = 64
+_SKIPPABLE = (PermissionDeniedError, FileConflictError, FileOperationError)
+"""Refusals that concern one entry; the transfer goes on and reports it."""
 
 
 class Transfers:
@@ -92,59 +93,41 @@ class Transfers:
         """See `Files.upload_dir`."""
         source, root = _local(local), check_path(remote, "remote").rstrip("/") or "/"
         files, report = self._files, TransferReport()
-        batch: list[LocalEntry] = []
-        await self._make_directory(root, 0o755)
+        await files.make_dir(root)
         entries = walk_tree(source, report)
         try:
             for entry in entries:
                 path = posixpath.join(root, *entry.parts)
-                if entry.kind == "dir":
-                    await self._make_directory(path, (entry.mode & 0o777) | 0o700)
-                    report.directories += 1
-                elif entry.kind == "symlink":
-                    try:
+                if entry.kind == "file":
+                    await self._send(path, entry, report)
+                    continue
+                try:
+                    if entry.kind == "dir":
+                        await files.make_dir(path, (entry.mode & 0o777) | 0o700)
+                        report.directories += 1
+                    else:
                         await files.symlink(entry.target, path)
                         report.symlinks += 1
-                    except SandboxError as error:
-                        _skip(report, entry.parts, error)
-                else:
-                    batch.append(entry)
-                    if len(batch) == PARALLEL:
-                        full, batch = batch, []
-                        await self._upload_batch(root, full, report)
-            full, batch = batch, []
-            await self._upload_batch(root, full, report)
+                except _SKIPPABLE as error:
+                    _skip(report, entry.parts, error)
         finally:
             entries.close()
-            for entry in batch:
-                _close(entry.descriptor)
         return report
 
-    async def _make_directory(self, path: str, mode: int) -> None:
-        await self._files.make_dir(path, mode)
-
-    async def _upload_batch(self, root: str, batch: list[LocalEntry], report: TransferReport) -> None:
-        async def send(entry: LocalEntry) -> None:
-            try:
-                path = posixpath.join(root, *entry.parts)
-                written = await self._files.write(path, _pieces(entry.descriptor), entry.mode & 0o777)
-            except (PermissionDeniedError, FileConflictError, FileOperationError) as error:
-                _skip(report, entry.parts, error)
-            except OSError as error:
-                if isinstance(error, SandboxError):
-                    raise
-                report.skipped.append(
-                    SkippedEntry("/".join(entry.parts), f"cannot be read: {error.strerror}")
-                )
-            else:
-                report.files += 1
-                report.bytes += written.size
-
+    async def _send(self, path: str, entry: LocalEntry, report: TransferReport) -> None:
         try:
-            await gather(*(send(entry) for entry in batch))
+            written = await self._files.write(path, _pieces(entry.descriptor), entry.mode & 0o777)
+        except _SKIPPABLE as error:
+            _skip(report, entry.parts, error)
+        except OSError as error:
+            if isinstance(error, SandboxError):
+                raise
+            report.skipped.append(SkippedEntry("/".join(entry.parts), f"cannot be read: {error.strerror}"))
+        else:
+            report.files += 1
+            report.bytes += written.size
         finally:
-            for entry in batch:
-                _close(entry.descriptor)
+            os.close(entry.descriptor)
 
     async def download_dir(
         self,
@@ -252,13 +235,6 @@ def _local(path: Any) -> str:
 def _pieces(descriptor: int) -> Iterator[bytes]:
     while piece := os.read(descriptor, CHUNK):
         yield piece
-
-
-def _close(descriptor: int) -> None:
-    try:
-        os.close(descriptor)
-    except OSError:
-        pass
 
 
 def _skip(report: TransferReport, parts: tuple[str, ...], error: SandboxError) -> None:
