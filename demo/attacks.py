@@ -450,7 +450,7 @@ def run_all(witness: Witness, say: Callable[[str], None]) -> Iterator[Judgement]
             with scene(witness, judgement) as stage:
                 attack(stage)
                 judgement.facts["output"] = stage.output[-4000:]
-        except Exception as error:  # one broken attack must not hide the others
+        except Exception as error:  # noqa: BLE001 one broken attack must not hide the others
             judgement.verdict = "BROKEN"
             judgement.evidence = f"{type(error).__name__}: {error}"
         judgement.seconds = time.monotonic() - begun

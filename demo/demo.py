@@ -58,10 +58,8 @@ def main() -> int:
 
     console.print(f"\n[bold]2. {len(ATTACKS)} attacks, each in a sandbox of its own[/bold]")
     witness = Witness()
-    judgements = []
     try:
-        for judgement in run_all(witness, progress("")):
-            judgements.append(judgement)
+        judgements = list(run_all(witness, progress("")))
     finally:
         witness.close()
     colours = {"HELD": "green", "BREACH": "bold red", "BROKEN": "yellow"}

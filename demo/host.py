@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 IN_ACCESS, IN_MODIFY, IN_OPEN, IN_NONBLOCK = 0x1, 0x2, 0x20, 0o4000
 
@@ -97,7 +98,7 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -73,8 +73,7 @@ def skip(why: str) -> int:
 def reachable_by_others(path: Path) -> bool:
     """Whether any user may read `path` and enter everything above it."""
     path = path.resolve()
-    needed = 0o005 if path.is_dir() else 0o005
-    if path.stat().st_mode & needed != needed:
+    if path.stat().st_mode & 0o005 != 0o005:
         return False
     return all(parent.stat().st_mode & 0o001 for parent in path.parents)
 

@@ -68,7 +68,7 @@ def as_dict(findings: list[Finding]) -> dict[str, Any]:
 def _guarded(probe: Callable[[], Finding]) -> Finding:
     try:
         return probe()
-    except Exception as error:  # a probe that fails in an unforeseen way is a finding too
+    except Exception as error:  # noqa: BLE001 a probe that fails in an unforeseen way is a finding too
         return Finding(probe.__name__.strip("_"), MISSING, f"the probe failed: {type(error).__name__}: {error}")
 
 
