@@ -23,13 +23,15 @@ Guards against twins that drift apart: a test fails when this file is not what t
 '''
 
 RULES = (
-    (r"await run_async\(", "run_sync("),
     (r"\brun_async\b", "run_sync"),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"__a(enter|exit|iter|next)__", r"__\1__"),
     (r"\bStopAsyncIteration\b", "StopIteration"),
-    (r"\bAsyncIterable, AsyncIterator, Callable, Iterable,", "Callable, Iterable, Iterator,"),
+    (
+        r"\bAsyncIterable, AsyncIterator, Callable, Coroutine, Iterable,",
+        "Callable, Coroutine, Iterable, Iterator,",
+    ),
     (r" \| AsyncIterable\[Any\]", ""),
     (r"\bAsync([A-Z])", r"\1"),
 )

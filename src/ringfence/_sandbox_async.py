@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, Unpack, overload
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
 
 from ringfence._sandbox_core import SandboxCore, SandboxInfo, SandboxOptions
 from ringfence.errors import InvalidArgumentError, WrongProcessError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncCommandHandle", "AsyncFileStream", "AsyncSandbox", "AsyncWatchHandle"]
 
+T = TypeVar("T")
 Path = str | bytes | os.PathLike[str]
 Data = str | bytes | bytearray | memoryview | IO[Any] | Iterable[Any] | AsyncIterable[Any]
 
@@ -61,6 +62,10 @@ class AsyncCommandHandle:
 
     def __init__(self, command: Command) -> None:
         self._command = command
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._command.session.connection)
 
     def __repr__(self) -> str:
         state = "ended" if self._command.done else "running"
@@ -108,30 +113,30 @@ class AsyncCommandHandle:
         `timeout` in seconds bounds this wait only; the command goes on after it.
         Raises TimeoutExceededError, CommandExitError if it was started with `check=True`, SandboxDeadError.
         """
-        return await run_async(self._command.wait(on_stdout, on_stderr, on_pty, timeout))
+        return await self._run(self._command.wait(on_stdout, on_stderr, on_pty, timeout))
 
     async def kill(self) -> bool:
         """Kill the command and everything it started; False when it had ended."""
-        return await run_async(self._command.kill())
+        return await self._run(self._command.kill())
 
     async def send_signal(self, number: int, tree: bool = False) -> bool:
         """Send a signal to the main process, or with `tree` to all it started; False when it had ended."""
-        return await run_async(self._command.signal(number, tree))
+        return await self._run(self._command.signal(number, tree))
 
     async def send_stdin(self, data: str | bytes, timeout: float | None = None) -> None:
         """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read.
 
         Raises NotFoundError when it has ended, TimeoutExceededError.
         """
-        await run_async(self._command.send_stdin(data, timeout))
+        await self._run(self._command.send_stdin(data, timeout))
 
     async def close_stdin(self) -> None:
         """End its input."""
-        await run_async(self._command.close_stdin())
+        await self._run(self._command.close_stdin())
 
     async def resize(self, size: PtySize) -> None:
         """Change the size of its PTY."""
-        await run_async(self._command.resize(size))
+        await self._run(self._command.resize(size))
 
     def read_output(
         self, offset: int = 0, stream: Literal["stdout", "stderr"] = "stdout", size: int | None = None
@@ -153,7 +158,7 @@ class AsyncCommandHandle:
         command = self._command
         command.attach()
         try:
-            while (piece := await run_async(command.next_piece())) is not None:
+            while (piece := await self._run(command.next_piece())) is not None:
                 stream, data = piece
                 if stream == 3:
                     yield None, None, data
@@ -173,6 +178,10 @@ class AsyncCommands:
 
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._core.pump)
 
     @overload
     async def run(
@@ -268,12 +277,12 @@ class AsyncCommands:
                 raise InvalidArgumentError(
                     "a command in the background takes no callbacks", hint="pass them to handle.wait()"
                 )
-            return AsyncCommandHandle(await run_async(runner.start(command, request, text)))
-        return await run_async(runner.run(command, request, text, on_stdout, on_stderr, on_pty))
+            return AsyncCommandHandle(await self._run(runner.start(command, request, text)))
+        return await self._run(runner.run(command, request, text, on_stdout, on_stderr, on_pty))
 
     async def list(self) -> builtins.list[ProcessInfo]:
         """The commands that run now."""
-        return await run_async(self._core.commands.list())
+        return await self._run(self._core.commands.list())
 
     async def connect(self, pid: int) -> AsyncCommandHandle:
         """The handle of a command by its pid; until 30 s after its end when it ran in the background.
@@ -284,15 +293,15 @@ class AsyncCommands:
 
     async def kill(self, pid: int) -> bool:
         """Kill a command and everything it started; False when there is none with that pid."""
-        return await run_async(self._core.commands.kill(pid))
+        return await self._run(self._core.commands.kill(pid))
 
     async def send_stdin(self, pid: int, data: str | bytes) -> None:
         """Write to the input of a command. Raises NotFoundError."""
-        await run_async(self._core.commands.find(pid).send_stdin(data))
+        await self._run(self._core.commands.find(pid).send_stdin(data))
 
     async def close_stdin(self, pid: int) -> None:
         """End the input of a command. Raises NotFoundError."""
-        await run_async(self._core.commands.find(pid).close_stdin())
+        await self._run(self._core.commands.find(pid).close_stdin())
 
 
 class AsyncPty:
@@ -302,6 +311,10 @@ class AsyncPty:
 
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._core.pump)
 
     async def create(
         self,
@@ -326,7 +339,7 @@ class AsyncPty:
             check=False,
             output_limit=None,
         )
-        return AsyncCommandHandle(await run_async(runner.start(command, request, text)))
+        return AsyncCommandHandle(await self._run(runner.start(command, request, text)))
 
     async def connect(self, pid: int) -> AsyncCommandHandle:
         """The handle of a terminal by its pid. Raises NotFoundError."""
@@ -334,15 +347,15 @@ class AsyncPty:
 
     async def kill(self, pid: int) -> bool:
         """Kill a terminal with everything on it; False when there is none with that pid."""
-        return await run_async(self._core.commands.kill(pid))
+        return await self._run(self._core.commands.kill(pid))
 
     async def send_stdin(self, pid: int, data: str | bytes) -> None:
         """Type on a terminal. Raises NotFoundError."""
-        await run_async(self._core.commands.find(pid).send_stdin(data))
+        await self._run(self._core.commands.find(pid).send_stdin(data))
 
     async def resize(self, pid: int, size: PtySize) -> None:
         """Change the size of a terminal. Raises NotFoundError."""
-        await run_async(self._core.commands.find(pid).resize(size))
+        await self._run(self._core.commands.find(pid).resize(size))
 
 
 class AsyncFileStream:
@@ -354,11 +367,15 @@ class AsyncFileStream:
     def __init__(self, stream: ReadStream) -> None:
         self._stream = stream
 
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._stream.session.connection)
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> bytes:
-        piece = await run_async(self._stream.next_piece())
+        piece = await self._run(self._stream.next_piece())
         if piece is None:
             raise StopAsyncIteration
         return piece
@@ -386,20 +403,24 @@ class AsyncWatchHandle:
         self._watch = watch
         self._task: Any = None
 
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._watch.session.connection)
+
     async def get_new_events(self) -> list[FilesystemEvent]:
         """What happened since the last call, at most 10,000 events; an OVERFLOW event says that some are lost."""
-        return await run_async(self._watch.new_events())
+        return await self._run(self._watch.new_events())
 
     async def next_event(self, timeout: float | None = None) -> FilesystemEvent | None:
         """The next event; None when `timeout` seconds passed, or the watch has ended."""
-        return await run_async(self._watch.next_event(timeout))
+        return await self._run(self._watch.next_event(timeout))
 
     async def stop(self) -> None:
         """End the watch."""
-        await run_async(self._watch.stop())
+        await self._run(self._watch.stop())
 
     async def __aiter__(self) -> AsyncIterator[FilesystemEvent]:
-        while (event := await run_async(self._watch.next_event())) is not None:
+        while (event := await self._run(self._watch.next_event())) is not None:
             yield event
 
     async def __aenter__(self) -> Self:
@@ -432,6 +453,10 @@ class AsyncFiles:
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
 
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._core.pump)
+
     @property
     def _operations(self) -> FileOperations:
         return self._core.files
@@ -459,9 +484,9 @@ class AsyncFiles:
         Raises NotFoundError, PermissionDeniedError, FileOperationError, LimitExceededError, TransferError.
         """
         if format == "text":
-            return (await run_async(self._operations.read(path, limit))).decode("utf-8", "replace")
+            return (await self._run(self._operations.read(path, limit))).decode("utf-8", "replace")
         if format == "bytes":
-            return await run_async(self._operations.read(path, limit))
+            return await self._run(self._operations.read(path, limit))
         if format == "stream":
             return AsyncFileStream(self._operations.open_read(path, collect=False, bound=limit))
         raise InvalidArgumentError(f"format must be 'text', 'bytes' or 'stream', not {format!r}")
@@ -480,51 +505,51 @@ class AsyncFiles:
         The file appears under its name all at once. `mode` are its permission bits (default 0644).
         Raises PermissionDeniedError, NotEnoughSpaceError, FileOperationError, TransferError.
         """
-        return await run_async(self._operations.write(path, data, mode, metadata, append))
+        return await self._run(self._operations.write(path, data, mode, metadata, append))
 
     async def write_files(self, files: Sequence[WriteEntry]) -> builtins.list[WriteInfo]:
         """Write several files, one after the other; results in the same order. The first failure is raised."""
-        return await run_async(self._operations.write_files(files))
+        return await self._run(self._operations.write_files(files))
 
     async def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:
         """What is in a directory, down to `depth` levels; links are not followed. Raises NotFoundError."""
-        return await run_async(self._operations.list(path, depth))
+        return await self._run(self._operations.list(path, depth))
 
     async def exists(self, path: Path) -> bool:
         """True when there is something with that name, a dangling link included."""
-        return await run_async(self._operations.exists(path))
+        return await self._run(self._operations.exists(path))
 
     async def get_info(self, path: Path) -> EntryInfo:
         """What is known about one entry; a link is not followed. Raises NotFoundError."""
-        return await run_async(self._operations.info(path))
+        return await self._run(self._operations.info(path))
 
     async def make_dir(self, path: Path, mode: int = 0o755) -> bool:
         """Make a directory and those above it; False when it exists. Raises FileConflictError for another kind."""
-        return await run_async(self._operations.make_dir(path, mode))
+        return await self._run(self._operations.make_dir(path, mode))
 
     async def rename(self, old_path: Path, new_path: Path) -> EntryInfo:
         """Rename or move; an existing file is replaced. Raises NotFoundError."""
-        return await run_async(self._operations.rename(old_path, new_path))
+        return await self._run(self._operations.rename(old_path, new_path))
 
     async def remove(self, path: Path, missing_ok: bool = False) -> None:
         """Remove a file, or a directory with all that is in it. Raises NotFoundError unless `missing_ok`."""
-        await run_async(self._operations.remove(path, missing_ok))
+        await self._run(self._operations.remove(path, missing_ok))
 
     async def chmod(self, path: Path, mode: int) -> EntryInfo:
         """Set permission bits; set-id bits are refused."""
-        return await run_async(self._operations.chmod(path, mode))
+        return await self._run(self._operations.chmod(path, mode))
 
     async def symlink(self, target: Path, path: Path) -> EntryInfo:
         """Make a symbolic link at `path` that says `target`. Raises FileConflictError."""
-        return await run_async(self._operations.symlink(target, path))
+        return await self._run(self._operations.symlink(target, path))
 
     async def get_metadata(self, path: Path) -> dict[str, str]:
         """The metadata of a file (its `user.ringfence.*` extended attributes)."""
-        return await run_async(self._operations.metadata(path))
+        return await self._run(self._operations.metadata(path))
 
     async def set_metadata(self, path: Path, metadata: dict[str, str]) -> dict[str, str]:
         """Set entries of a file's metadata; returns all of it."""
-        return await run_async(self._operations.metadata(path, metadata))
+        return await self._run(self._operations.metadata(path, metadata))
 
     async def watch_dir(
         self,
@@ -533,26 +558,26 @@ class AsyncFiles:
         recursive: bool = False,
     ) -> AsyncWatchHandle:
         """Watch a directory from now on. `on_event` is called with each change, in the background."""
-        handle = AsyncWatchHandle(await run_async(self._operations.watch(path, recursive)))
+        handle = AsyncWatchHandle(await self._run(self._operations.watch(path, recursive)))
         if on_event is not None:
             handle._follow(on_event)
         return handle
 
     async def upload(self, local: Path, remote: Path, *, mode: int | None = None) -> WriteInfo:
         """Send a local regular file of any size. Raises InvalidArgumentError for devices and FIFOs, OSError."""
-        return await run_async(self._transfers.upload(local, remote, mode))
+        return await self._run(self._transfers.upload(local, remote, mode))
 
     async def download(self, remote: Path, local: Path, *, overwrite: bool = True) -> int:
         """Fetch a file of any size; returns its bytes. It appears under its name only when complete and checked.
 
         Raises NotFoundError, FileConflictError, TransferError, OSError.
         """
-        return await run_async(self._transfers.download(remote, local, overwrite))
+        return await self._run(self._transfers.download(remote, local, overwrite))
 
     async def upload_dir(self, local: Path, remote: Path) -> TransferReport:
         """Send a directory. Links are sent as links when they stay inside; links that point outside, special files
         and what cannot be read are in `report.skipped`."""
-        return await run_async(self._transfers.upload_dir(local, remote))
+        return await self._run(self._transfers.upload_dir(local, remote))
 
     async def download_dir(
         self,
@@ -571,7 +596,7 @@ class AsyncFiles:
         `max_bytes` defaults to what the sandbox's disks can hold.
         Raises LimitExceededError beyond the bounds, NotFoundError, OSError.
         """
-        return await run_async(
+        return await self._run(
             self._transfers.download_dir(remote, local, overwrite, max_bytes, max_entries, max_depth)
         )
 
@@ -594,6 +619,10 @@ class AsyncSandbox:
     def __init__(self, template: str = "base", **options: Unpack[SandboxOptions]) -> None:
         self._core = SandboxCore(template, options)
         # sync only: run_sync(self._core.start())
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await run_async(coroutine)  # async only
+        # sync only: return run_sync(coroutine, None, self._core.pump)
 
     @classmethod
     async def create(cls, template: str | None = None, **options: Unpack[SandboxOptions]) -> Self:
@@ -624,11 +653,11 @@ class AsyncSandbox:
         return sandbox
 
     async def __aenter__(self) -> Self:
-        await run_async(self._core.start())
+        await self._run(self._core.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await run_async(self._core.leave())
+        await self._run(self._core.leave())
 
     def __repr__(self) -> str:
         if not self._core.started:
@@ -671,7 +700,7 @@ class AsyncSandbox:
 
         False when it was gone already. Raises WrongProcessError in a forked child.
         """
-        return await run_async(self._core.kill())
+        return await self._run(self._core.kill())
 
     async def is_running(self) -> bool:
         """True while it lives."""
@@ -679,7 +708,7 @@ class AsyncSandbox:
 
     async def info(self) -> SandboxInfo:
         """What it is, its limits, its times, and what is in force, read from the kernel now."""
-        return await run_async(self._core.inspect())
+        return await self._run(self._core.inspect())
 
     async def get_info(self) -> SandboxInfo:
         """The same as `info` (E2B's name)."""
@@ -687,7 +716,7 @@ class AsyncSandbox:
 
     async def stats(self) -> dict[str, Any]:
         """What it uses, as the host counts it: `memory` in bytes, `pids`, `oom_kills`, ..."""
-        return await run_async(self._core.stats())
+        return await self._run(self._core.stats())
 
     async def set_timeout(self, timeout: float) -> None:
         """Let it end `timeout` seconds from now. Raises InvalidArgumentError beyond `limits.max_age` after its start."""
@@ -716,7 +745,7 @@ class AsyncSandbox:
         Raises TimeoutExceededError with the execution so far in `.partial`, InvalidArgumentError,
         NotFoundError for an unknown context, SandboxDeadError.
         """
-        return await run_async(
+        return await self._run(
             self._core.code.run(
                 code, language, context, timeout, envs, on_stdout, on_stderr, on_result, on_error
             )
@@ -729,20 +758,20 @@ class AsyncSandbox:
         envs: Mapping[str, str] | None = None,
     ) -> Context:
         """A further session with variables, working directory and environment of its own."""
-        return await run_async(self._core.code.create_context(cwd, language, envs))
+        return await self._run(self._core.code.create_context(cwd, language, envs))
 
     async def list_code_contexts(self) -> builtins.list[Context]:
         """The sessions, the default one included once it was used."""
-        return await run_async(self._core.code.list_contexts())
+        return await self._run(self._core.code.list_contexts())
 
     async def restart_code_context(self, context: Context | str) -> None:
         """Give a session a fresh kernel: its variables are gone. Raises NotFoundError."""
-        await run_async(self._core.code.restart_context(context))
+        await self._run(self._core.code.restart_context(context))
 
     async def remove_code_context(self, context: Context | str) -> bool:
         """End a session; False when there is none with that id."""
-        return await run_async(self._core.code.remove_context(context))
+        return await self._run(self._core.code.remove_context(context))
 
     async def interrupt_code_context(self, context: Context | str) -> None:
         """Send a KeyboardInterrupt to what runs in a session."""
-        await run_async(self._core.code.interrupt_context(context))
+        await self._run(self._core.code.interrupt_context(context))

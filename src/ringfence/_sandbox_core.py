@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ringfence.policy.default import DefaultPolicy
     from ringfence.policy.model import Policy
     from ringfence.stream.cell import CellHandle
+    from ringfence.stream.connection import Connection
 
 __all__ = ["SandboxCore", "SandboxInfo", "SandboxOptions"]
 
@@ -243,6 +244,11 @@ class SandboxCore:
     def started(self) -> bool:
         """True once it was started, also when it has ended since."""
         return self._session is not None
+
+    @property
+    def pump(self) -> Connection | None:
+        """What a thread that waits for this sandbox may read itself."""
+        return None if self._session is None else self._session.connection
 
     @property
     def code(self) -> CodeRunner:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, Unpack, overload
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
 
 from ringfence._sandbox_core import SandboxCore, SandboxInfo, SandboxOptions
 from ringfence.errors import InvalidArgumentError, WrongProcessError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CommandHandle", "FileStream", "Sandbox", "WatchHandle"]
 
+T = TypeVar("T")
 Path = str | bytes | os.PathLike[str]
 Data = str | bytes | bytearray | memoryview | IO[Any] | Iterable[Any]
 
@@ -62,6 +63,9 @@ class CommandHandle:
 
     def __init__(self, command: Command) -> None:
         self._command = command
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._command.session.connection)
 
     def __repr__(self) -> str:
         state = "ended" if self._command.done else "running"
@@ -109,30 +113,30 @@ class CommandHandle:
         `timeout` in seconds bounds this wait only; the command goes on after it.
         Raises TimeoutExceededError, CommandExitError if it was started with `check=True`, SandboxDeadError.
         """
-        return run_sync(self._command.wait(on_stdout, on_stderr, on_pty, timeout))
+        return self._run(self._command.wait(on_stdout, on_stderr, on_pty, timeout))
 
     def kill(self) -> bool:
         """Kill the command and everything it started; False when it had ended."""
-        return run_sync(self._command.kill())
+        return self._run(self._command.kill())
 
     def send_signal(self, number: int, tree: bool = False) -> bool:
         """Send a signal to the main process, or with `tree` to all it started; False when it had ended."""
-        return run_sync(self._command.signal(number, tree))
+        return self._run(self._command.signal(number, tree))
 
     def send_stdin(self, data: str | bytes, timeout: float | None = None) -> None:
         """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read.
 
         Raises NotFoundError when it has ended, TimeoutExceededError.
         """
-        run_sync(self._command.send_stdin(data, timeout))
+        self._run(self._command.send_stdin(data, timeout))
 
     def close_stdin(self) -> None:
         """End its input."""
-        run_sync(self._command.close_stdin())
+        self._run(self._command.close_stdin())
 
     def resize(self, size: PtySize) -> None:
         """Change the size of its PTY."""
-        run_sync(self._command.resize(size))
+        self._run(self._command.resize(size))
 
     def read_output(
         self, offset: int = 0, stream: Literal["stdout", "stderr"] = "stdout", size: int | None = None
@@ -154,7 +158,7 @@ class CommandHandle:
         command = self._command
         command.attach()
         try:
-            while (piece := run_sync(command.next_piece())) is not None:
+            while (piece := self._run(command.next_piece())) is not None:
                 stream, data = piece
                 if stream == 3:
                     yield None, None, data
@@ -174,6 +178,9 @@ class Commands:
 
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._core.pump)
 
     @overload
     def run(
@@ -269,12 +276,12 @@ class Commands:
                 raise InvalidArgumentError(
                     "a command in the background takes no callbacks", hint="pass them to handle.wait()"
                 )
-            return CommandHandle(run_sync(runner.start(command, request, text)))
-        return run_sync(runner.run(command, request, text, on_stdout, on_stderr, on_pty))
+            return CommandHandle(self._run(runner.start(command, request, text)))
+        return self._run(runner.run(command, request, text, on_stdout, on_stderr, on_pty))
 
     def list(self) -> builtins.list[ProcessInfo]:
         """The commands that run now."""
-        return run_sync(self._core.commands.list())
+        return self._run(self._core.commands.list())
 
     def connect(self, pid: int) -> CommandHandle:
         """The handle of a command by its pid; until 30 s after its end when it ran in the background.
@@ -285,15 +292,15 @@ class Commands:
 
     def kill(self, pid: int) -> bool:
         """Kill a command and everything it started; False when there is none with that pid."""
-        return run_sync(self._core.commands.kill(pid))
+        return self._run(self._core.commands.kill(pid))
 
     def send_stdin(self, pid: int, data: str | bytes) -> None:
         """Write to the input of a command. Raises NotFoundError."""
-        run_sync(self._core.commands.find(pid).send_stdin(data))
+        self._run(self._core.commands.find(pid).send_stdin(data))
 
     def close_stdin(self, pid: int) -> None:
         """End the input of a command. Raises NotFoundError."""
-        run_sync(self._core.commands.find(pid).close_stdin())
+        self._run(self._core.commands.find(pid).close_stdin())
 
 
 class Pty:
@@ -303,6 +310,9 @@ class Pty:
 
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._core.pump)
 
     def create(
         self,
@@ -327,7 +337,7 @@ class Pty:
             check=False,
             output_limit=None,
         )
-        return CommandHandle(run_sync(runner.start(command, request, text)))
+        return CommandHandle(self._run(runner.start(command, request, text)))
 
     def connect(self, pid: int) -> CommandHandle:
         """The handle of a terminal by its pid. Raises NotFoundError."""
@@ -335,15 +345,15 @@ class Pty:
 
     def kill(self, pid: int) -> bool:
         """Kill a terminal with everything on it; False when there is none with that pid."""
-        return run_sync(self._core.commands.kill(pid))
+        return self._run(self._core.commands.kill(pid))
 
     def send_stdin(self, pid: int, data: str | bytes) -> None:
         """Type on a terminal. Raises NotFoundError."""
-        run_sync(self._core.commands.find(pid).send_stdin(data))
+        self._run(self._core.commands.find(pid).send_stdin(data))
 
     def resize(self, pid: int, size: PtySize) -> None:
         """Change the size of a terminal. Raises NotFoundError."""
-        run_sync(self._core.commands.find(pid).resize(size))
+        self._run(self._core.commands.find(pid).resize(size))
 
 
 class FileStream:
@@ -355,11 +365,14 @@ class FileStream:
     def __init__(self, stream: ReadStream) -> None:
         self._stream = stream
 
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._stream.session.connection)
+
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> bytes:
-        piece = run_sync(self._stream.next_piece())
+        piece = self._run(self._stream.next_piece())
         if piece is None:
             raise StopIteration
         return piece
@@ -387,20 +400,23 @@ class WatchHandle:
         self._watch = watch
         self._task: Any = None
 
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._watch.session.connection)
+
     def get_new_events(self) -> list[FilesystemEvent]:
         """What happened since the last call, at most 10,000 events; an OVERFLOW event says that some are lost."""
-        return run_sync(self._watch.new_events())
+        return self._run(self._watch.new_events())
 
     def next_event(self, timeout: float | None = None) -> FilesystemEvent | None:
         """The next event; None when `timeout` seconds passed, or the watch has ended."""
-        return run_sync(self._watch.next_event(timeout))
+        return self._run(self._watch.next_event(timeout))
 
     def stop(self) -> None:
         """End the watch."""
-        run_sync(self._watch.stop())
+        self._run(self._watch.stop())
 
     def __iter__(self) -> Iterator[FilesystemEvent]:
-        while (event := run_sync(self._watch.next_event())) is not None:
+        while (event := self._run(self._watch.next_event())) is not None:
             yield event
 
     def __enter__(self) -> Self:
@@ -430,6 +446,9 @@ class Files:
     def __init__(self, core: SandboxCore) -> None:
         self._core = core
 
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._core.pump)
+
     @property
     def _operations(self) -> FileOperations:
         return self._core.files
@@ -457,9 +476,9 @@ class Files:
         Raises NotFoundError, PermissionDeniedError, FileOperationError, LimitExceededError, TransferError.
         """
         if format == "text":
-            return (run_sync(self._operations.read(path, limit))).decode("utf-8", "replace")
+            return (self._run(self._operations.read(path, limit))).decode("utf-8", "replace")
         if format == "bytes":
-            return run_sync(self._operations.read(path, limit))
+            return self._run(self._operations.read(path, limit))
         if format == "stream":
             return FileStream(self._operations.open_read(path, collect=False, bound=limit))
         raise InvalidArgumentError(f"format must be 'text', 'bytes' or 'stream', not {format!r}")
@@ -478,51 +497,51 @@ class Files:
         The file appears under its name all at once. `mode` are its permission bits (default 0644).
         Raises PermissionDeniedError, NotEnoughSpaceError, FileOperationError, TransferError.
         """
-        return run_sync(self._operations.write(path, data, mode, metadata, append))
+        return self._run(self._operations.write(path, data, mode, metadata, append))
 
     def write_files(self, files: Sequence[WriteEntry]) -> builtins.list[WriteInfo]:
         """Write several files, one after the other; results in the same order. The first failure is raised."""
-        return run_sync(self._operations.write_files(files))
+        return self._run(self._operations.write_files(files))
 
     def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:
         """What is in a directory, down to `depth` levels; links are not followed. Raises NotFoundError."""
-        return run_sync(self._operations.list(path, depth))
+        return self._run(self._operations.list(path, depth))
 
     def exists(self, path: Path) -> bool:
         """True when there is something with that name, a dangling link included."""
-        return run_sync(self._operations.exists(path))
+        return self._run(self._operations.exists(path))
 
     def get_info(self, path: Path) -> EntryInfo:
         """What is known about one entry; a link is not followed. Raises NotFoundError."""
-        return run_sync(self._operations.info(path))
+        return self._run(self._operations.info(path))
 
     def make_dir(self, path: Path, mode: int = 0o755) -> bool:
         """Make a directory and those above it; False when it exists. Raises FileConflictError for another kind."""
-        return run_sync(self._operations.make_dir(path, mode))
+        return self._run(self._operations.make_dir(path, mode))
 
     def rename(self, old_path: Path, new_path: Path) -> EntryInfo:
         """Rename or move; an existing file is replaced. Raises NotFoundError."""
-        return run_sync(self._operations.rename(old_path, new_path))
+        return self._run(self._operations.rename(old_path, new_path))
 
     def remove(self, path: Path, missing_ok: bool = False) -> None:
         """Remove a file, or a directory with all that is in it. Raises NotFoundError unless `missing_ok`."""
-        run_sync(self._operations.remove(path, missing_ok))
+        self._run(self._operations.remove(path, missing_ok))
 
     def chmod(self, path: Path, mode: int) -> EntryInfo:
         """Set permission bits; set-id bits are refused."""
-        return run_sync(self._operations.chmod(path, mode))
+        return self._run(self._operations.chmod(path, mode))
 
     def symlink(self, target: Path, path: Path) -> EntryInfo:
         """Make a symbolic link at `path` that says `target`. Raises FileConflictError."""
-        return run_sync(self._operations.symlink(target, path))
+        return self._run(self._operations.symlink(target, path))
 
     def get_metadata(self, path: Path) -> dict[str, str]:
         """The metadata of a file (its `user.ringfence.*` extended attributes)."""
-        return run_sync(self._operations.metadata(path))
+        return self._run(self._operations.metadata(path))
 
     def set_metadata(self, path: Path, metadata: dict[str, str]) -> dict[str, str]:
         """Set entries of a file's metadata; returns all of it."""
-        return run_sync(self._operations.metadata(path, metadata))
+        return self._run(self._operations.metadata(path, metadata))
 
     def watch_dir(
         self,
@@ -531,26 +550,26 @@ class Files:
         recursive: bool = False,
     ) -> WatchHandle:
         """Watch a directory from now on. `on_event` is called with each change, in the background."""
-        handle = WatchHandle(run_sync(self._operations.watch(path, recursive)))
+        handle = WatchHandle(self._run(self._operations.watch(path, recursive)))
         if on_event is not None:
             handle._follow(on_event)
         return handle
 
     def upload(self, local: Path, remote: Path, *, mode: int | None = None) -> WriteInfo:
         """Send a local regular file of any size. Raises InvalidArgumentError for devices and FIFOs, OSError."""
-        return run_sync(self._transfers.upload(local, remote, mode))
+        return self._run(self._transfers.upload(local, remote, mode))
 
     def download(self, remote: Path, local: Path, *, overwrite: bool = True) -> int:
         """Fetch a file of any size; returns its bytes. It appears under its name only when complete and checked.
 
         Raises NotFoundError, FileConflictError, TransferError, OSError.
         """
-        return run_sync(self._transfers.download(remote, local, overwrite))
+        return self._run(self._transfers.download(remote, local, overwrite))
 
     def upload_dir(self, local: Path, remote: Path) -> TransferReport:
         """Send a directory. Links are sent as links when they stay inside; links that point outside, special files
         and what cannot be read are in `report.skipped`."""
-        return run_sync(self._transfers.upload_dir(local, remote))
+        return self._run(self._transfers.upload_dir(local, remote))
 
     def download_dir(
         self,
@@ -569,7 +588,7 @@ class Files:
         `max_bytes` defaults to what the sandbox's disks can hold.
         Raises LimitExceededError beyond the bounds, NotFoundError, OSError.
         """
-        return run_sync(
+        return self._run(
             self._transfers.download_dir(remote, local, overwrite, max_bytes, max_entries, max_depth)
         )
 
@@ -592,6 +611,9 @@ class Sandbox:
     def __init__(self, template: str = "base", **options: Unpack[SandboxOptions]) -> None:
         self._core = SandboxCore(template, options)
         run_sync(self._core.start())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return run_sync(coroutine, None, self._core.pump)
 
     @classmethod
     def create(cls, template: str | None = None, **options: Unpack[SandboxOptions]) -> Self:
@@ -621,11 +643,11 @@ class Sandbox:
         return sandbox
 
     def __enter__(self) -> Self:
-        run_sync(self._core.start())
+        self._run(self._core.start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        run_sync(self._core.leave())
+        self._run(self._core.leave())
 
     def __repr__(self) -> str:
         if not self._core.started:
@@ -668,7 +690,7 @@ class Sandbox:
 
         False when it was gone already. Raises WrongProcessError in a forked child.
         """
-        return run_sync(self._core.kill())
+        return self._run(self._core.kill())
 
     def is_running(self) -> bool:
         """True while it lives."""
@@ -676,7 +698,7 @@ class Sandbox:
 
     def info(self) -> SandboxInfo:
         """What it is, its limits, its times, and what is in force, read from the kernel now."""
-        return run_sync(self._core.inspect())
+        return self._run(self._core.inspect())
 
     def get_info(self) -> SandboxInfo:
         """The same as `info` (E2B's name)."""
@@ -684,7 +706,7 @@ class Sandbox:
 
     def stats(self) -> dict[str, Any]:
         """What it uses, as the host counts it: `memory` in bytes, `pids`, `oom_kills`, ..."""
-        return run_sync(self._core.stats())
+        return self._run(self._core.stats())
 
     def set_timeout(self, timeout: float) -> None:
         """Let it end `timeout` seconds from now. Raises InvalidArgumentError beyond `limits.max_age` after its start."""
@@ -713,7 +735,7 @@ class Sandbox:
         Raises TimeoutExceededError with the execution so far in `.partial`, InvalidArgumentError,
         NotFoundError for an unknown context, SandboxDeadError.
         """
-        return run_sync(
+        return self._run(
             self._core.code.run(
                 code, language, context, timeout, envs, on_stdout, on_stderr, on_result, on_error
             )
@@ -726,20 +748,20 @@ class Sandbox:
         envs: Mapping[str, str] | None = None,
     ) -> Context:
         """A further session with variables, working directory and environment of its own."""
-        return run_sync(self._core.code.create_context(cwd, language, envs))
+        return self._run(self._core.code.create_context(cwd, language, envs))
 
     def list_code_contexts(self) -> builtins.list[Context]:
         """The sessions, the default one included once it was used."""
-        return run_sync(self._core.code.list_contexts())
+        return self._run(self._core.code.list_contexts())
 
     def restart_code_context(self, context: Context | str) -> None:
         """Give a session a fresh kernel: its variables are gone. Raises NotFoundError."""
-        run_sync(self._core.code.restart_context(context))
+        self._run(self._core.code.restart_context(context))
 
     def remove_code_context(self, context: Context | str) -> bool:
         """End a session; False when there is none with that id."""
-        return run_sync(self._core.code.remove_context(context))
+        return self._run(self._core.code.remove_context(context))
 
     def interrupt_code_context(self, context: Context | str) -> None:
         """Send a KeyboardInterrupt to what runs in a session."""
-        run_sync(self._core.code.interrupt_context(context))
+        self._run(self._core.code.interrupt_context(context))
