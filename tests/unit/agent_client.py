@@ -4,6 +4,8 @@ No engine is needed: the agent gets a pid namespace, its own /proc and a tmpfs, 
 the agent's own uid; otherwise it runs in the single-uid way.
 """
 
+# ruff: noqa: BLE001, S102, SIM115  (the stand-in kernel runs code and leaves its streams open, as kernels do)
+
 from __future__ import annotations
 
 import ctypes
@@ -130,7 +132,7 @@ class AgentProcess:
         """Where the agent's `path` is for this process."""
         return f"/proc/{self.init}/root{path}"
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Client:
         self.client.process = self
         return self.client
 

@@ -87,7 +87,7 @@ def test_contexts_run_at_the_same_time(host):
 
 def test_large_results_and_output_pass_whole(host):
     run = execute(host, "result('y' * 5_000_000)\nprint('x' * 3_000_000)")
-    [(kind, payload)] = results_of(run)
+    [(_, payload)] = results_of(run)
     assert len(json.loads(payload)["data"]["text/plain"]) == 5_000_000
     assert len(run.text()) == 3_000_001
 

@@ -9,16 +9,18 @@ channel, never the loop). When the host's stream ends the agent exits, and the k
 Everything is imported here and now: after the start the agent must not import from paths user code can write.
 """
 
+# ruff: noqa: BLE001  (whatever one channel raises ends that channel, never the agent)
+
 from __future__ import annotations
 
 import ctypes
 import faulthandler
 import gc
 import os
-import platform
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -130,8 +132,12 @@ class Agent:
         self.loop.watch(self._descriptor, self._stream_event)
         if self.boot.get("prefork") and self.boot.get("kernel", True):
             self._fork_spare()
-        self.loop.run_forever(self._flush)
-        os._exit(0)
+        while True:
+            try:
+                self.loop.run_forever(self._flush)
+            except Exception:  # memory may be short for a moment; the sandbox's keeper goes on
+                self.failures += 1
+                time.sleep(0.01)
 
     def _stream_event(self, events: int) -> None:
         if events & WRITE:
@@ -245,7 +251,9 @@ class Agent:
         owner = getattr(handler, "__self__", None)
         agent_parts = (Agent, type(None))
         if isinstance(owner, jobs.Source):
-            owner = self.channels.get(owner.channel) if owner.channel is not None else None
+            source, owner = owner, self.channels.get(owner.channel) if owner.channel is not None else None
+            if owner is None:
+                source.close()
         if owner is None or isinstance(owner, agent_parts):
             return
         fail = getattr(owner, "fail", None)
@@ -493,7 +501,7 @@ class Agent:
 
     def _info(self, channel: int, request: dict[str, Any]) -> None:
         self.close_channel(channel, {
-            "ok": True, "pid": os.getpid(), "python": platform.python_version(), "template": self.boot.get("template"),
+            "ok": True, "pid": os.getpid(), "python": sys.version.split()[0], "template": self.boot.get("template"),
             "single_uid": self.credentials.single_uid, "kernel": bool(self.boot.get("kernel", True)),
             "users": sorted(self.credentials.users), "uptime": round(time.monotonic() - self._started, 3),
             "commands": len(self.commands), "contexts": len(self.contexts), "channels": len(self.channels),

@@ -6,6 +6,8 @@ any claimed length (forwarded piecewise, never gathered), output that belongs to
 delivered), and a kernel that dies, hangs, ignores SIGINT or closes its own descriptors.
 """
 
+# ruff: noqa: BLE001  (a forked child reports and leaves, whatever happened)
+
 from __future__ import annotations
 
 import gc

@@ -6,6 +6,8 @@ do not mix. Where many ids are mapped a command costs no fork of the agent: it t
 and is the agent again. With a single uid it forks, since the child must become a subreaper.
 """
 
+# ruff: noqa: BLE001, TRY004  (a forked child reports and leaves; wrong types are refused requests here)
+
 from __future__ import annotations
 
 import base64

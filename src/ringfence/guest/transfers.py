@@ -7,11 +7,12 @@ slow operation holding up the others (a second worker is forked when the first i
 that end early (the target is touched only after the host's EOF).
 """
 
+# ruff: noqa: TRY004  (a worker's nonsense is one kind of error, whatever its type)
+
 from __future__ import annotations
 
 import fcntl
 import gc
-import hashlib
 import json
 import os
 import signal
@@ -348,6 +349,8 @@ class Download(Request):
         self._descriptor = -1
         self._left = 0
         self._size = 0
+        import hashlib  # as in files.py
+
         self._digest = hashlib.sha256()
         self._scheduled = False
 
@@ -449,6 +452,8 @@ class Upload(Request):
         self._descriptors: list[int] = []  # the file, its directory
         self._place: dict[str, Any] = {}
         self._size = 0
+        import hashlib  # as in files.py
+
         self._digest = hashlib.sha256()
         self._end = False
         self._asked = ""
