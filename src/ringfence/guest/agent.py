@@ -7,6 +7,7 @@ exhausts it (channels, queues, contexts, descriptors are bounded), or raises in 
 channel, never the loop). When the host's stream ends the agent exits, and the kernel ends the pid namespace.
 
 Everything is imported here and now: after the start the agent must not import from paths user code can write.
+The one exception is hashlib, with the first file operation, from the interpreter's read-only prefix.
 """
 
 # ruff: noqa: BLE001  (whatever one channel raises ends that channel, never the agent)
