@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PYTHON = os.environ.get("RINGFENCE_TEST_PYTHON") or sys.executable
+"""Interpreter of the kernels: set RINGFENCE_TEST_PYTHON to test another Python or IPython than that of the tests."""
+
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 # Forks a kernel for each [length][JSON config] with three descriptors; the child becomes the kernel.
@@ -89,7 +92,7 @@ class Run:
 
 
 class Zygote:
-    def __init__(self, modules: list[str] = (), python: str = sys.executable, home: str = "/nonexistent",  # type: ignore[assignment]
+    def __init__(self, modules: list[str] = (), python: str = PYTHON, home: str = "/nonexistent",  # type: ignore[assignment]
                  env: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.home = home

@@ -80,8 +80,7 @@ def test_captured_output_stays_captured(kernel: Kernel) -> None:
 def test_await_tasks_and_asyncio_run(kernel: Kernel) -> None:
     assert kernel.run("import asyncio\nasync def five(): return 5\nawait five()").text == "5"
     assert kernel.run("asyncio.run(five())").text == "5"
-    assert kernel.run("async with asyncio.timeout(1): pass\n[i async for i in g()] if False else 1").status == "ok" \
-        or sys.version_info < (3, 11)
+    assert kernel.run("async def numbers():\n    yield 1\n[i async for i in numbers()]").text == "[1]"
     run = kernel.run("await asyncio.sleep(0); asyncio.run(five())")
     assert run.error is not None and "cannot be called from a running event loop" in run.error["value"]
     run = kernel.run("await five()\n1/0")
@@ -144,8 +143,9 @@ def test_errors_have_their_names(kernel: Kernel, code: str, name: str) -> None:
     assert kernel.run("1").text == "1"
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
 def test_exception_groups_are_shown_with_their_members(kernel: Kernel) -> None:
+    if kernel.run("ExceptionGroup").status == "error":
+        pytest.skip("exception groups came with Python 3.11")
     run = kernel.run("raise ExceptionGroup('many', [ValueError(1), TypeError(2)])")
     assert run.error is not None and "TypeError: 2" in run.error["traceback"] and run.stderr == ""
 

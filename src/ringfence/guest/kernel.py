@@ -31,10 +31,12 @@ import builtins
 import contextvars
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import io
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -283,8 +285,6 @@ class Streams:
         base = _high_descriptor()
         self.saved: dict[int, int] = {}
         self.identity: dict[int, tuple[int, int]] = {}
-        import fcntl
-
         for descriptor in (1, 2):
             self.saved[descriptor] = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, base)
             status = _fstat(descriptor)
@@ -353,8 +353,6 @@ class Streams:
 
 def _high_descriptor() -> int:
     """Where our descriptors live: above what user code opens and what `for fd in range(3, 256): os.close(fd)` closes."""
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = 4096
@@ -488,8 +486,6 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
     interrupts = _Interrupts()
     interrupts.install()
     executions = Executions()
-
-    import fcntl
 
     descriptor = fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, _high_descriptor())
     control.close()
