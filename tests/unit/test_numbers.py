@@ -81,11 +81,11 @@ def test_an_unknown_architecture_is_named_in_the_error() -> None:
 
 
 def test_a_machine_without_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(numbers, "_machine", lambda: "riscv64")
     with pytest.raises(OSError, match="riscv64"):
         numbers.architecture()
 
 
 def test_spellings_of_one_machine_are_one_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(numbers, "_machine", lambda: "arm64")
     assert numbers.architecture() == "aarch64"

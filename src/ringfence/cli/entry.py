@@ -1,7 +1,8 @@
 """The program `ringfence`: the fast path for `run` and `exec`, everything else by typer.
 
-Guards against paying for a command line library where the answer takes less time than its import. Standard
-library only; `app` is imported when a command needs it.
+Guards against paying for a command line library where the answer takes less time than its import. For `run` and
+`exec` the launcher is started first of all, and comes up while this process imports what it needs to talk to it.
+Standard library only; `app` is imported when a command needs it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,33 @@ def main() -> None:
             sys.stderr.write(f"ringfence: {error}\n")
             sys.exit(2)
         if not request.help:
+            early = _start_launcher()
             from ringfence.cli import once
 
-            code = once.main(request)
+            code = once.main(request, early)
             # Nothing is left to flush or to close: the interpreter's own end would only cost time.
             os._exit(code)
         sys.argv = [sys.argv[0], words[0], "--help"]
     from ringfence.cli.app import run
 
     run()
+
+
+def _start_launcher() -> tuple[int, int] | None:
+    """Start a launcher before anything else: (its pid, our descriptor). None where that takes a closer look."""
+    import _socket  # the C part alone: `socket` comes with `enum` and `selectors`
+
+    from ringfence.engines.namespace.starting import start_launcher
+
+    base = getattr(sys, "_base_executable", "") or ""
+    executable = os.path.realpath(base) if base else ""
+    # As node.environments judges it: the interpreter that lies below the prefix which sandboxes mount.
+    if not executable.startswith(os.path.realpath(sys.base_prefix).rstrip("/") + "/"):
+        return None
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
+    try:
+        return start_launcher(executable, theirs.fileno()), ours.detach()
+    except OSError:
+        return None  # the ordinary way says why
+    finally:
+        theirs.close()

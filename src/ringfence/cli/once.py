@@ -134,8 +134,9 @@ class _Failed(Exception):
 class _Run:
     """The exchange with one sandbox, from the launcher's start to the program's end."""
 
-    def __init__(self, request: Request, settings: _Settings) -> None:
+    def __init__(self, request: Request, settings: _Settings, early: tuple[int, int] | None) -> None:
         self.request = request
+        self.early = early
         self.settings = settings
         self.running: Launcher | None = None
         self.mux = Mux("host")
@@ -170,7 +171,7 @@ class _Run:
         """Ask for everything at once: the kernel's sockets keep the order, so nothing waits for an answer."""
         settings = self.settings
         interpreter = environments.interpreter()
-        self.running = Launcher(interpreter.executable_outside, self._event, lambda: None)
+        self.running = Launcher(interpreter.executable_outside, self._event, lambda: None, self.early)
         self.stream, theirs = socket.socketpair()
         for each in (self.stream, theirs):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -477,9 +478,12 @@ class _Run:
             pass
 
 
-def main(request: Request) -> int:
-    """Run what `request` asks for; returns this process's exit code."""
-    run, (code, ended, message, hint) = _perform(request)
+def main(request: Request, early: tuple[int, int] | None = None) -> int:
+    """Run what `request` asks for; returns this process's exit code.
+
+    `early` is a launcher that comes up already, as (pid, descriptor): see entry.py.
+    """
+    run, (code, ended, message, hint) = _perform(request, early)
     if request.json:
         import json
 
@@ -491,14 +495,14 @@ def main(request: Request) -> int:
 
 def run_quietly(request: Request) -> dict:
     """As `main`, and returns what `--json` prints. `request.json` must be set: nothing passes through."""
-    run, outcome = _perform(request)
+    run, outcome = _perform(request, None)
     return _document(run, *outcome)
 
 
-def _perform(request: Request) -> tuple[_Run | None, tuple[int, str, str, str]]:
+def _perform(request: Request, early: tuple[int, int] | None) -> tuple[_Run | None, tuple[int, str, str, str]]:
     run: _Run | None = None
     try:
-        run = _Run(request, _Settings(request))
+        run = _Run(request, _Settings(request), early)
         run.start()
         run.loop()
         return run, run.finish()

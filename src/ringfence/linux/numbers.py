@@ -11,7 +11,7 @@ everywhere. A new kernel call is one word at the end of `_UNIFIED_FROM_424`, and
 
 from __future__ import annotations
 
-import platform
+import os
 
 LAST_KERNEL = "6.18"
 
@@ -116,12 +116,16 @@ TABLES = {"x86_64": X86_64, "aarch64": AARCH64}
 AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
+def _machine() -> str:
+    return os.uname().machine
+
+
 def architecture() -> str:
     """The name under which this machine's table is kept: `x86_64` or `aarch64`.
 
     Raises OSError (ENOSYS) elsewhere: without a table there is no filter, and without one nothing may start.
     """
-    machine = platform.machine()
+    machine = _machine()
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine.lower(), machine)
     if machine not in TABLES:
         raise OSError(38, f"no system call table for {machine}; there is one for x86_64 and for aarch64")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -20,7 +19,7 @@ _syscall.restype = ctypes.c_long
 _syscall_with_lock = libc_with_lock.syscall
 _syscall_with_lock.restype = ctypes.c_long
 
-MACHINE = platform.machine() if hasattr(os, "uname") else ""
+MACHINE = os.uname().machine if hasattr(os, "uname") else ""
 
 # Calls older than the unified table (numbers >= 424 are the same everywhere; source: the kernel's
 # arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h).

@@ -1,8 +1,8 @@
 """The owner's end of a launcher: start it, ask it, hear of deaths.
 
-Guards against a launcher that inherits what it must not: it is started by exec (posix_spawn, safe in a
-threaded program), with a built environment, three descriptors on /dev/null and one socket, from `/`. Answers
-arrive on one descriptor that the node's I/O thread watches; nothing here blocks. Standard library only.
+Guards against a question that never gets its answer: when the launcher ends, every open one is answered with that.
+How a launcher is started, and what it must not inherit, is in starting.py. Answers arrive on one descriptor that the
+node's I/O thread watches; nothing here blocks. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,69 +14,52 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ringfence.engines.namespace.starting import PASSED_ENVIRONMENT, start_launcher
 from ringfence.errors import EnforcementError, EngineError
 
+__all__ = ["PASSED_ENVIRONMENT", "Launcher", "refusal"]
+
 MAXIMUM_ANSWER = 256 << 10
-# What the owner's environment may lend a launcher and its zygotes: settings that work around processor bugs.
-PASSED_ENVIRONMENT = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "RINGFENCE_DEBUG")
 
 Answer = Callable[[dict[str, Any]], None]
 
 
 class Launcher:
-    """A running launcher process. `on_gone(id, message)` hears of every sandbox that ended by itself."""
+    """A running launcher process. `on_event(message)` hears of every sandbox that ended by itself.
 
-    def __init__(self, executable: str, on_event: Callable[[dict[str, Any]], None], on_lost: Callable[[], None]):
+    `started` is the pid and our descriptor of one that `start_launcher` has started already.
+    """
+
+    def __init__(
+        self,
+        executable: str,
+        on_event: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[], None],
+        started: tuple[int, int] | None = None,
+    ):
         self._on_event = on_event
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._number = 0
         self._answers: dict[int, Answer] = {}
         self.lost = False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if started is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self.pid = start_launcher(executable, theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise EngineError(
+                    f"the launcher could not be started: {error.strerror}: {executable}",
+                    hint="reinstall ringfence with a working Python interpreter",
+                ) from error
+            finally:
+                theirs.close()
+        else:
+            self.pid, descriptor = started
+            ours = socket.socket(fileno=descriptor)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self.socket = ours
-        try:
-            self.pid = self._start(executable, theirs)
-        finally:
-            theirs.close()
-
-    @staticmethod
-    def _start(executable: str, theirs: socket.socket) -> int:
-        package_parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-        code = (
-            f"import sys; sys.path.append({package_parent!r}); "
-            "from ringfence.engines.namespace.launcher import main; main(3)"
-        )
-        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-        environment.update({name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ})
-        if os.environ.get("XDG_RUNTIME_DIR"):
-            environment["XDG_RUNTIME_DIR"] = os.environ["XDG_RUNTIME_DIR"]
-        debug = "RINGFENCE_DEBUG" in os.environ and _is_open(2)
-        # Numbers below 4 could be overwritten by the actions before they are used.
-        source = theirs.fileno()
-        spare = []
-        while source < 4:
-            source = os.dup(source)
-            spare.append(source)
-        actions: list[Any] = [(os.POSIX_SPAWN_OPEN, number, "/dev/null", os.O_RDWR, 0) for number in (0, 1)]
-        if not debug:
-            actions.append((os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_RDWR, 0))
-        actions.append((os.POSIX_SPAWN_DUP2, source, 3))
-        # posix_spawn cannot change directory; the launcher does it first thing.
-        try:
-            return os.posix_spawn(
-                executable, [executable, "-I", "-S", "-c", "import os; os.chdir('/'); " + code], environment,
-                file_actions=actions, setsigmask=[], setsigdef=[13],
-            )  # fmt: skip
-        except OSError as error:
-            raise EngineError(
-                f"the launcher could not be started: {error.strerror}: {executable}",
-                hint="reinstall ringfence with a working Python interpreter",
-            ) from error
-        finally:
-            for descriptor in spare:
-                os.close(descriptor)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -149,13 +132,3 @@ def refusal(message: dict[str, Any]) -> EnforcementError:
         hint=message.get("hint", ""),
         primitive=message.get("primitive", ""),
     )
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-        return True
-    except OSError:
-        return False
-
-

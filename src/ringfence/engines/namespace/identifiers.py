@@ -14,7 +14,7 @@ import fcntl
 import os
 import pwd
 import stat
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SLOT = 128  # ids of one sandbox: root, user, agent, nobody, and the job groups behind them
 FIRST_SLOT = 128
@@ -31,8 +31,7 @@ class NoRangeError(Exception):
     """Every id range of this machine is taken."""
 
 
-@dataclass(frozen=True)
-class IdPlan:
+class IdPlan(NamedTuple):
     """How ids are mapped for one zygote: `kind` is `ranges` (root), `subids` or `single`."""
 
     kind: str

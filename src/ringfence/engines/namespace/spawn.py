@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringfence.engines.namespace.identifiers import IdPlan
 from ringfence.engines.namespace.root import TemplateRoot
@@ -44,8 +44,7 @@ class SpawnError(Exception):
         self.hint = HINTS.get(primitive, "run `ringfence doctor`")
 
 
-@dataclass
-class Spawned:
+class Spawned(NamedTuple):
     """A started zygote: its pid and pidfd, and the launcher's end of its control socket."""
 
     pid: int
