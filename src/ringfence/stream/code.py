@@ -7,7 +7,7 @@ since each has a channel of its own.
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -276,7 +276,7 @@ class CodeRunner:
     ) -> Context:
         """See `Sandbox.create_code_context`."""
         language = _check_language(language)
-        identity = secrets.token_hex(8)
+        identity = os.urandom(8).hex()
         cwd = "/home/user" if cwd is None else check_path(cwd, "cwd")
         reply = await self._session.call(
             {

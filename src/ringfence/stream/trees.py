@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Generator
 from typing import NamedTuple, Self
@@ -214,7 +213,7 @@ class TreeWriter:
             if not self._overwrite:
                 self.skip(parts, "it exists already")
                 return None
-        temporary = f".ringfence-{secrets.token_hex(8)}"
+        temporary = f".ringfence-{os.urandom(8).hex()}"
         descriptor = os.open(
             temporary,
             os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
