@@ -19,7 +19,6 @@ import os
 import select
 import socket
 import sys
-import time
 from typing import Any
 
 from ringfence.guest import agent, confine
@@ -38,7 +37,8 @@ _SANDBOX_NAMESPACES = (
 class Zygote:
     """The loop between the launcher's requests, the children's mapping requests and their deaths."""
 
-    def __init__(self, control: socket.socket, settings: dict):
+    def __init__(self, control: socket.socket, settings: dict, problems: list[str]):
+        self.problems = problems
         self.control = control
         self.settings = settings
         self.poll = select.epoll()
@@ -60,7 +60,8 @@ class Zygote:
     def serve(self) -> None:
         """Answer the launcher until it goes away."""
         self.poll.register(self.control.fileno(), select.EPOLLIN)
-        self.control.send(json.dumps({"ready": True, "landlock": landlock.abi(), "python": sys.version.split()[0]}).encode())
+        version = sys.version.split()[0]
+        self._say({"ready": True, "landlock": landlock.abi(), "python": version, "problems": self.problems[:20]})
         while True:
             wanted = self.settings["networks"] - len(self.networks)
             events = self.poll.poll(0.002 if wanted > 0 else -1)
@@ -227,19 +228,18 @@ def _take_back_font_list() -> None:
 def main(control_descriptor: int) -> None:
     """Entry of the executed zygote: warm up, then serve."""
     prctl(PR_SET_PDEATHSIG, 9)
-    started = time.monotonic()
     control = socket.socket(fileno=control_descriptor)
     control.set_inheritable(False)
     settings = json.loads(control.recv(1 << 16))
+    problems: list[str] = []
     if settings["modules"] is not None:
         from ringfence.guest import python_kernel
 
         _lend_font_list()
-        python_kernel.warm(settings["modules"])
+        problems = python_kernel.warm(settings["modules"])
         _take_back_font_list()
     libc.prctl(PR_SET_NAME, b"ringfence-zygot", 0, 0, 0)
-    zygote = Zygote(control, settings)
-    del started
+    zygote = Zygote(control, settings, problems)
     gc.collect()
     gc.disable()
     gc.freeze()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from ringfence.stream.connection import Connection, Reactor, socket_pair
 from ringfence.stream.waiting import Pending, wait_for
 
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
+TEMPLATE_PATIENCE = 600.0  # seconds; the first use of a template copies and compiles its packages
 DEATH_PATIENCE = 0.25  # seconds the I/O thread waits for the launcher's word on why a stream ended
 
 _DEATHS = {
@@ -305,10 +307,15 @@ class Node:
             else:
                 pending.set_exception(refusal(message))
 
-        try:
-            launcher.ask(self._template_request(name), answered)
-        except BaseException as error:
-            pending.set_exception(error)
+        def prepare() -> None:
+            try:
+                launcher.ask(self._template_request(name), answered)
+            except BaseException as error:
+                pending.set_exception(error)
+
+        # The first use of a template on a machine copies its packages, which takes seconds: on a thread, so that
+        # an event loop goes on. It is not a daemon: a half-built tree would only be built again.
+        threading.Thread(target=prepare, name="ringfence-template").start()
         return pending
 
     def _template_request(self, name: str) -> dict[str, Any]:
@@ -316,10 +323,12 @@ class Node:
         from ringfence.node import cache, environments
 
         python = environments.interpreter()
-        sources = {"ringfence": environments.guest_library_directory()}
+        sources = {"ringfence": environments.guest_library_directory(_progress)}
         executable = python.executable_inside
         if namespace_engine.TEMPLATES[name] is not None:
-            sources["env"] = environments.python_environment_directory("data" if name == "data" else "base")
+            sources["env"] = environments.python_environment_directory(
+                "data" if name == "data" else "base", _progress
+            )
             executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
         for tree in sources.values():
             if tree not in self._held:
@@ -348,7 +357,7 @@ class Node:
 
     async def _create(self, spec: CellSpec, prefork: bool) -> Handle:
         begun = time.perf_counter()
-        await wait_for(self.template(spec.template), START_PATIENCE * 2)
+        await wait_for(self.template(spec.template), TEMPLATE_PATIENCE)
         warm = time.perf_counter()
         handle = Handle(self, os.urandom(10).hex(), spec)
         ours, theirs = socket_pair()
@@ -535,6 +544,12 @@ class _Keeper:
     def _pooled(self, handle: Handle) -> bool:
         node = self._node()
         return node is not None and any(handle in pool.waiting() for pool in list(node._pools.values()))
+
+
+def _progress(message: str) -> None:
+    """Say what takes so long, where a person is looking."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"ringfence: {message}", file=sys.stderr, flush=True)
 
 
 def _pool_key(spec: CellSpec) -> Any:

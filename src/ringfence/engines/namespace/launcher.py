@@ -448,7 +448,14 @@ class Launcher:
             _signal(zygote.pidfd, signal.SIGKILL)
             return
         message = json.loads(raw)
-        if "ready" in message:
+        if "ready" in message and message["problems"]:
+            # What is wrong with a zygote would be wrong with every sandbox forked from it.
+            for number in zygote.waiting:
+                self._say({"re": number, "ok": False, "primitive": "template", "hint": "run `ringfence doctor`",
+                           "message": f"{zygote.name}: " + "; ".join(str(one)[:200] for one in message["problems"])})  # fmt: skip
+            zygote.waiting.clear()
+            _signal(zygote.pidfd, signal.SIGKILL)
+        elif "ready" in message:
             zygote.ready = True
             zygote.data_size = _data_size(zygote.pid)
             zygote.user_namespace = os.readlink(f"/proc/{zygote.pid}/ns/user")
