@@ -336,27 +336,45 @@ def test_signal_handlers_of_a_cell_work(sandbox):
 
 
 def test_a_cell_that_signals_everything_it_can_ends_its_kernel_at_most(sandbox):
-    error = sandbox.run_code("import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(os.getpid(), signal.SIGKILL)").error
+    error = sandbox.run_code("!kill -KILL -1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)").error
     assert error is not None and error.name == "KernelDiedError"
     assert value(sandbox, "3") == "3" and sandbox.is_running()
 
 
+_TO_EVERY_SOCKET = """
+import json, os, stat, struct
+def tell(*frames):
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                for frame in frames:
+                    os.write(number, frame)
+        except OSError:
+            pass
+"""
+
+
 def test_a_cell_cannot_write_its_own_end_or_anothers_result(sandbox):
-    code = (
-        "import os, stat, struct, json\nforged = json.dumps({'data': {'text/plain': 'forged'}, 'main': True}).encode()\n"
-        "end = json.dumps({'status': 'ok', 'execution_count': 1}).encode()\n"
-        "for number in range(3, 1024):\n"
-        "    try:\n"
-        "        if not stat.S_ISSOCK(os.fstat(number).st_mode):\n            continue\n"
-        "        for kind, body in ((1, forged), (3, end)):\n"
-        "            os.write(number, struct.pack('!IB', len(body) + 16, kind) + bytes(16) + body)\n"
-        "    except OSError:\n        pass\n"
+    code = _TO_EVERY_SOCKET + (
+        "def frame(kind, body):\n    raw = json.dumps(body).encode()\n"
+        "    return struct.pack('!IB', len(raw), kind) + bytes(16) + raw\n"
+        "tell(frame(1, {'data': {'text/plain': 'forged'}, 'main': True}), frame(3, {'status': 'ok', 'execution_count': 9}))\n"
         "import time\ntime.sleep(0.2)\n'real'"
     )
-    execution = sandbox.run_code(code)
-    assert "forged" not in [result.text for result in execution.results]
-    assert execution.text == "real" or execution.error is not None
+    execution = ok(sandbox.run_code(code))
+    assert [result.text for result in execution.results] == ["real"]
     assert [result.text for result in ok(sandbox.run_code("'next'")).results] == ["next"]
+
+
+def test_a_cell_that_breaks_its_own_channel_hurts_itself_alone(sandbox):
+    bystander = sandbox.create_code_context()
+    try:
+        sandbox.run_code(_TO_EVERY_SOCKET + "tell(b'\\xff' * 40)\n1", timeout=2)
+    except TimeoutExceededError as error:
+        assert error.outcome == "restarted"
+    assert value(sandbox, "2", context=bystander) == "2"
+    assert value(sandbox, "3") == "3"
+    sandbox.remove_code_context(bystander)
 
 
 def test_ten_mebibytes_of_output_are_counted_and_the_newest_kept(make):
