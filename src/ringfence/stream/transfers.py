@@ -167,8 +167,8 @@ class Transfers:
                         writer.skip(there, "its name is not a legal file name")
                     elif entry.type is FileType.DIR:
                         if len(there) > max_depth:
-                            writer.skip(there, f"deeper than max_depth ({max_depth})")
-                        elif writer.add_directory(there):
+                            raise _too_much("max_depth", max_depth, writer.report)
+                        if writer.add_directory(there):
                             below.append(there)
                     elif entry.type is FileType.SYMLINK:
                         writer.add_symlink(there, entry.symlink_target)
@@ -243,7 +243,7 @@ def _skip(report: TransferReport, parts: tuple[str, ...], error: SandboxError) -
 
 def _too_much(name: str, value: int, report: TransferReport) -> LimitExceededError:
     error = LimitExceededError(
-        f"the directory holds more than {name}={value}; {report.files} files were written",
+        f"the directory goes beyond {name}={value}; {report.files} files were written",
         hint=f"pass a larger {name}, or download a part of it",
         limit=name,
         value=value,
