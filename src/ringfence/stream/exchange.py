@@ -367,6 +367,8 @@ _KINDS: dict[str, type[SandboxError]] = {
 
 def error_of(reply: dict[str, Any], what: str) -> Exception:
     """The error for a reply that is not `ok`. Its texts are the guest's: cleaned, cut, never trusted."""
+    if len(what) > 300:
+        what = what[:300] + "…"  # A path may be 4 KiB long.
     error = reply.get("error")
     if not isinstance(error, dict):
         return GuestError(f"{what}: the guest gave a malformed answer", code="malformed")
