@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import Callable
+from collections.abc import Callable
 
 from ringfence.linux import capabilities, landlock, mounts, namespaces, resource_limits
 from ringfence.linux.syscalls import NUMBER, call, close_from, libc, prctl
@@ -128,7 +128,7 @@ def confine(
 class Prepared:
     """What the zygote makes once so that a sandbox costs less: filter bytes, a ruleset, masks."""
 
-    def __init__(self, install_filter: Callable[[], None], ruleset: int, masks: Masks):
+    def __init__(self, install_filter: Callable[[], object], ruleset: int, masks: Masks):
         self.install_filter = install_filter
         self.landlock = ruleset
         self.masks = masks

@@ -126,7 +126,7 @@ class Zygote:
                 mapping.send(b"e" + json.dumps({"step": error.step, "message": str(error.error)}).encode())
                 os._exit(70)
             agent.serve(stream, request["boot"])
-        except BaseException as error:  # nothing may unwind into the zygote's loop
+        except BaseException as error:  # noqa: BLE001 - nothing may unwind into the zygote's loop
             try:
                 if os.environ.get("RINGFENCE_DEBUG"):
                     import traceback

@@ -240,7 +240,7 @@ class Node:
             )
             return launcher
 
-    def ask(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+    def ask(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
         """Ask the launcher if there is one; a lost launcher has taken its sandboxes with it."""
         launcher = self._launcher
         if launcher is None or launcher.lost:
@@ -310,7 +310,7 @@ class Node:
         def prepare() -> None:
             try:
                 launcher.ask(self._template_request(name), answered)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the template
                 pending.set_exception(error)
 
         # The first use of a template on a machine copies its packages, which takes seconds: on a thread, so that
@@ -533,7 +533,7 @@ class _Keeper:
             if pool is not None:
                 try:
                     pool.fill()
-                except Exception:
+                except Exception:  # noqa: BLE001
                     pool.size = 0  # a pool that cannot be filled must not try for ever; create will say why
             now = time.monotonic()
             waiting = {id(handle) for pool in list(self._pools) for handle in pool.waiting()}

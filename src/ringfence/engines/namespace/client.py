@@ -21,7 +21,7 @@ __all__ = ["PASSED_ENVIRONMENT", "Launcher", "refusal"]
 
 MAXIMUM_ANSWER = 256 << 10
 
-Answer = Callable[[dict[str, Any]], None]
+Answer = Callable[[dict[str, Any]], object]
 
 
 class Launcher:

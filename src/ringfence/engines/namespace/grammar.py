@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 MAXIMUM_REQUEST = 192 << 10  # bytes of one request
 

@@ -177,7 +177,7 @@ def _child(
         os._exit(0)
     except OSError as error:
         _complain(sync, step, error)
-    except BaseException as error:  # nothing may unwind into the launcher's loop
+    except BaseException as error:  # noqa: BLE001 - nothing may unwind into the launcher's loop
         _complain(sync, step, error)
     finally:
         os._exit(70)
