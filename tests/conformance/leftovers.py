@@ -70,6 +70,9 @@ def mounts() -> set[str]:
     return set(Path("/proc/self/mountinfo").read_text().splitlines())
 
 
+_OF_TOOLS = ("ringfence-bench", "ringfence-as-user", "ringfence-demo")
+
+
 def files() -> set[str]:
     """Everything with our name in the places where programs leave things."""
     from ringfence.engines.namespace.identifiers import state_directory
@@ -82,7 +85,7 @@ def files() -> set[str]:
                 mine = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
             except OSError:
                 continue
-            if ours or (mine and "ringfence" in entry.name):
+            if ours or (mine and "ringfence" in entry.name and not entry.name.startswith(_OF_TOOLS)):
                 found.add(entry.path)
     return found
 
