@@ -183,7 +183,7 @@ class _Run:
         if interpreter.library_path:
             environment.setdefault("LD_LIBRARY_PATH", interpreter.library_path)
         ask = self.launcher.ask
-        ask({"do": "configure", "owner": os.getpid(), "pass_environment": passed}, self._checked)
+        ask({"do": "configure", "owner": os.getpid(), "pass_environment": passed, "spares": 0}, self._checked)
         ask(
             {
                 "do": "template", "name": settings.template, "sources": sources, "python": interpreter.executable_inside,

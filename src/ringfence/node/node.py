@@ -28,6 +28,7 @@ from ringfence.stream.waiting import Pending, wait_for
 
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
 TEMPLATE_PATIENCE = 600.0  # seconds; the first use of a template copies and compiles its packages
+SPARES = 8  # network namespaces and control groups that are made ahead, each used once
 DEATH_PATIENCE = 0.25  # seconds the I/O thread waits for the launcher's word on why a stream ended
 
 _DEATHS = {
@@ -166,6 +167,14 @@ class Handle:
             connection.close(error)
 
 
+class _ZygoteGone(Exception):
+    """A start met a template whose zygote had ended; `answer` is the launcher's."""
+
+    def __init__(self, answer: dict[str, Any]):
+        super().__init__(answer.get("message", ""))
+        self.answer = answer
+
+
 class _Link:
     """The launcher's socket in the reactor's set (the members that `Reactor` calls on a connection)."""
 
@@ -235,7 +244,10 @@ class Node:
             self._link = _Link(self, launcher)
             self._reactor._add(self._link)  # type: ignore[arg-type]
             launcher.ask(
-                {"do": "configure", "owner": os.getpid(), "pass_environment": _passed_environment()},
+                {
+                    "do": "configure", "owner": os.getpid(), "pass_environment": _passed_environment(),
+                    "spares": SPARES,
+                },  # fmt: skip
                 lambda answer: None,
             )
             return launcher
@@ -283,6 +295,17 @@ class Node:
             handle = self._handles.pop(message["id"], None)
             if handle is not None:
                 handle.ended(message)
+        elif message.get("event") == "zygote":
+            self._forget_template(message["name"], message["pid"])
+
+    def _forget_template(self, name: str, zygote_pid: int | None = None) -> None:
+        """The zygote of a template is gone: the next start asks for another one."""
+        with self._lock:
+            ready = self._templates.get(name)
+            if ready is None or not ready.done():
+                return
+            if zygote_pid is None or ready.exception() is not None or ready.result()["zygote_pid"] == zygote_pid:
+                del self._templates[name]
 
     def _lost(self) -> None:
         handles, self._handles = list(self._handles.values()), {}
@@ -356,6 +379,17 @@ class Node:
         return await self._create(spec, prefork)
 
     async def _create(self, spec: CellSpec, prefork: bool) -> Handle:
+        """Make one sandbox; a second time when the template's zygote was found dead."""
+        try:
+            return await self._create_once(spec, prefork)
+        except _ZygoteGone:
+            self._forget_template(spec.template)
+        try:
+            return await self._create_once(spec, prefork)
+        except _ZygoteGone as gone:
+            raise refusal(gone.answer) from gone
+
+    async def _create_once(self, spec: CellSpec, prefork: bool) -> Handle:
         begun = time.perf_counter()
         await wait_for(self.template(spec.template), TEMPLATE_PATIENCE)
         warm = time.perf_counter()
@@ -390,6 +424,8 @@ class Node:
         handle.connection.close()
         if not answer.get("ok"):
             self._handles.pop(handle.id, None)
+            if "missing" in answer:
+                raise _ZygoteGone(answer) from error
             raise refusal(answer) from error
         if not isinstance(error, (RingfenceError, TimeoutError)):
             handle.kill()

@@ -113,7 +113,7 @@ def _limits(value: Any) -> dict[str, Any]:
 
 
 _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment},
+    "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment, "spares": _integer(0, 1000)},
     "template": {
         "name": _text(_ID), "sources": _sources, "python": _path, "library": lambda v: v and _path(v),
         "modules": _modules, "isolated": _boolean, "masks": _paths,

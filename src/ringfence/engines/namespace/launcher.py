@@ -103,8 +103,9 @@ class Launcher:
         self.dying_groups: list[Any] = []
         self.zygote_groups: list[Any] = []
         self.closing = False
+        self.spares = 0
         self.refill_due = False
-        self.sweep_due = bool(self.hierarchy.trees)  # groups of earlier lives, once, when there is nothing to do
+        self.sweep_due = False
         self.next_watch = 0.0
 
     def _detect(self, owner: set[int]) -> None:
@@ -218,8 +219,11 @@ class Launcher:
         if os.getppid() != request["owner"]:
             self.closing = True  # the owner ended before its pidfd was held
         self._detect({request["owner"]})
-        self.pool = cgroups.GroupPool(self.hierarchy)
-        self.refill_due = bool(self.hierarchy.trees)
+        self.spares = request["spares"]
+        # Groups that earlier lives left go once, when there is nothing to do; a one-shot owner has no such moment.
+        self.sweep_due = bool(self.hierarchy.trees) and self.spares > 0
+        self.pool = cgroups.GroupPool(self.hierarchy, size=self.spares)
+        self.refill_due = bool(self.hierarchy.trees) and self.spares > 0
         return {"limits": self.report, "uid": os.geteuid()}
 
     def _do_probe(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
@@ -263,7 +267,7 @@ class Launcher:
         ]  # fmt: skip
         zygote.control.send(
             json.dumps(
-                {"modules": request["modules"], "single": plan.single, "networks": 8,
+                {"modules": request["modules"], "single": plan.single, "networks": self.spares,
                  "watched_memory": not self._hard("memory"), "kernel": zygote.kernel}
             ).encode()
         )  # fmt: skip
@@ -280,7 +284,8 @@ class Launcher:
     def _do_create(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
         zygote = self.zygotes.get(request["template"])
         if zygote is None:
-            raise grammar.GrammarError(f"the template {request['template']!r} was not started")
+            self._say_missing(request)
+            return None
         if request["id"] in self.cells or len(descriptors) != 1:
             raise grammar.GrammarError("create needs a fresh id and one descriptor")
         limits = request["limits"]
@@ -307,7 +312,7 @@ class Launcher:
         except OSError:
             self.identifiers.give_slot(zygote.plan, slot, zygote.free)
             raise
-        self.refill_due = bool(self.hierarchy.trees)
+        self.refill_due = bool(self.hierarchy.trees) and self.spares > 0
         cell = Cell(request["id"], zygote, slot, group, limits)
         self.cells[cell.id] = cell
         born = group.clone_fd()
@@ -321,9 +326,22 @@ class Launcher:
             )  # fmt: skip
         except OSError as error:
             self._forget(cell)
-            raise OSError(error.errno, f"the zygote does not answer: {error.strerror}") from error
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                raise OSError(error.errno, f"the zygote does not answer: {error.strerror}") from error
+            # It died a moment ago and its pidfd was not looked at yet: the next request must get another one.
+            _signal(zygote.pidfd, signal.SIGKILL)
+            if self.zygotes.get(zygote.name) is zygote:
+                del self.zygotes[zygote.name]
+            self._say_missing(request)
+            return None
         group.close_fds()
         return {}
+
+    def _say_missing(self, request: dict[str, Any]) -> None:
+        """The template's zygote is gone, or was never asked for: the node asks for it and tries again."""
+        self._say({"re": request["number"], "ok": False, "primitive": "zygote", "missing": request["template"],
+                   "message": f"the interpreter of template {request['template']!r} is gone",
+                   "hint": "create the sandbox again; `ringfence doctor` if that fails too"})  # fmt: skip
 
     def _zygote_request(self, request: dict[str, Any], cell: Cell) -> dict[str, Any]:
         limits, zygote = cell.limits, cell.zygote
@@ -498,6 +516,8 @@ class Launcher:
                        "message": f"the interpreter of template {zygote.name!r} ended while it warmed up"})  # fmt: skip
         if self.zygotes.get(zygote.name) is zygote:
             del self.zygotes[zygote.name]
+        if zygote.ready:
+            self._say({"event": "zygote", "name": zygote.name, "pid": zygote.pid})
         for cell in [cell for cell in self.cells.values() if cell.zygote is zygote and cell.pidfd < 0]:
             cell.reason = cell.reason or "crashed"
             self._cell_gone(cell)
