@@ -1,9 +1,12 @@
 """Memory of a sandbox by measurement, for machines without a memory control group.
 
 Guards against a sandbox that spreads memory over many processes, where RLIMIT_DATA bounds each one alone. It is
-"watched", not "hard": between two looks a sandbox can overshoot, and kernel memory (socket buffers, dentries) is
-not seen. memfd_create and SysV shm are refused by seccomp in this mode and tmpfs is sized, so that all other
-memory is mapped by a process and shows in /proc. Facts: proc(5), Documentation/filesystems/proc.rst.
+"watched", not "hard": between two looks a sandbox can overshoot, and memory that no page table refers to is not
+seen: kernel memory (socket buffers, dentries), and shared anonymous pages that were touched and then let go by
+madvise(MADV_DONTNEED), a partial munmap or the end of the child that touched them (1.5 GiB under a limit of
+64 MiB was held that way). So it stops programs that eat too much, and not one that is bent on hiding it: that
+takes a control group. memfd_create and SysV shm are refused by seccomp in this mode and tmpfs is sized. Facts:
+proc(5), madvise(2), Documentation/filesystems/proc.rst.
 
 A look is cheap first: RssAnon + RssShmem + VmSwap + VmPTE of each /proc/PID/status. That bills every fork in full
 for the pages it shares with the zygote, so it can only be too high, and below the limit it settles the matter.
