@@ -15,7 +15,7 @@ help:  ## this menu
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
 		printf '  make %-10s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP)  ## analyse a real data set in a sandbox, then attack nine others (under a minute)
+demo: $(STAMP)  ## analyse a real data set in a sandbox, then let eleven attacks try others (under a minute)
 	@$(RUN)/python demo/demo.py $(ARGS)
 
 test: $(STAMP)  ## every test that can run here; as root, then the sandbox's laws again as an ordinary user
