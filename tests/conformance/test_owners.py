@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
 
 import pytest
 from leftovers import Owner, run_owner
@@ -247,7 +248,8 @@ if pid == 0:
     code = 1
     try:
         for operation in (lambda: sandbox.run_code("1"), lambda: sandbox.commands.run("true"), lambda: sandbox.kill(),
-                          lambda: sandbox.files.read("x"), lambda: sandbox.info()):
+                          lambda: sandbox.files.read("x"), lambda: sandbox.info(), lambda: sandbox.stats(),
+                      lambda: sandbox.set_timeout(9), lambda: sandbox.create_code_context()):
             try:
                 operation()
             except WrongProcessError as error:
@@ -342,8 +344,6 @@ def test_a_subprocess_of_the_owner_inherits_no_descriptor_of_a_sandbox():
 
 
 def test_pooled_sandboxes_are_used_once_and_are_fresh():
-    import time
-
     pool = Sandbox.prewarm(2, "base", metadata={"pool": "law"})
     try:
         pool.wait_full()
@@ -394,8 +394,6 @@ def test_contexts_of_one_sandbox_have_randomness_of_their_own(data_sandbox):
 
 
 def test_the_times_of_a_pooled_sandbox_begin_when_it_is_handed_out():
-    import time
-
     options = {"max_age": 4.0, "idle": 1.0, "limits": {"timeout": 2}}
     pool = Sandbox.prewarm(1, "plain", **options)
     try:
@@ -416,14 +414,14 @@ def test_an_emptied_pool_leaves_no_sandbox():
     from leftovers import descendants, launcher_pid, zygote_pids
 
     Sandbox("plain").kill()
+    before, zygotes = descendants(launcher_pid()), set(zygote_pids())
     pool = Sandbox.prewarm(3, "plain", envs={"RF_POOL": "x"})
     pool.wait_full()
+    assert len(descendants(launcher_pid()) - before - zygotes) >= 3
     with Sandbox("plain", envs={"RF_POOL": "x"}) as sandbox:
         assert sandbox.commands.run("echo $RF_POOL").stdout == "x\n"
     Sandbox.prewarm(0, "plain", envs={"RF_POOL": "x"})
-    import time
-
     deadline = time.monotonic() + 10
-    while pool.waiting() or Sandbox.list() or descendants(launcher_pid()) - set(zygote_pids()):
+    while pool.waiting() or descendants(launcher_pid()) - before:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -22,7 +22,7 @@ from typing import Any
 from ringfence.engines.base import CellSpec, Enforced
 from ringfence.engines.namespace import engine as namespace_engine
 from ringfence.engines.namespace.client import Launcher, refusal
-from ringfence.errors import EngineError, InvalidArgumentError, RingfenceError, SandboxDeadError
+from ringfence.errors import EngineError, InvalidArgumentError, RingfenceError, SandboxDeadError, WrongProcessError
 from ringfence.stream.connection import Connection, Reactor, socket_pair
 from ringfence.stream.waiting import Pending, wait_for
 
@@ -112,6 +112,7 @@ class Handle:
                 f"the sandbox may not live beyond its maximum age of {self.limits.max_age:g} s",
                 hint="raise limits.max_age in the policy; it cannot be extended while the sandbox runs",
             )
+        self._node.check_process()
         self.expires_at = expires_at
         self._node.ask(
             {"do": "expire", "id": self.id, "seconds": max(0.0, expires_at - time.time()), "fresh": False},
@@ -207,6 +208,7 @@ class Node:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._reactor = Reactor.shared()
         self._launcher: Launcher | None = None
         self._link: _Link | None = None
@@ -226,6 +228,14 @@ class Node:
                 if node is None:
                     node = cls._current = cls()
         return node
+
+    def check_process(self) -> None:
+        """Raise WrongProcessError in a forked child of the process that this node belongs to."""
+        if os.getpid() != self._process:
+            raise WrongProcessError(
+                "this sandbox belongs to the parent process",
+                hint="create a sandbox in the child, or use it in the process that created it",
+            )
 
     # The launcher --------------------------------------------------------------------------------------
 
@@ -265,6 +275,7 @@ class Node:
 
     def question(self, request: dict[str, Any], take: Callable[[dict[str, Any]], Any]) -> Pending:
         """Like `ask`, as a Pending that holds `take(answer)` or fails with the refusal."""
+        self.check_process()
         pending: Pending[Any] = Pending()
 
         def answered(message: dict[str, Any]) -> None:
