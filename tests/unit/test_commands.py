@@ -122,7 +122,7 @@ def test_a_string_goes_to_bash_and_a_list_is_the_argument_vector(bench: Any) -> 
     made.run("a | b", envs={"A": "1"}, cwd="/tmp", user="user")
     made.run(["a", "b c", b"\xff"])
     first, second = made.handle.guest.requests
-    assert first["argv"] == ["/bin/bash", "-c", "a | b"]
+    assert first["argv"] == ["/bin/bash", "-c", "--", "a | b"]
     assert (first["env"], first["cwd"], first["user"], first["stdin"], first["pty"]) == (
         {"A": "1"},
         "/tmp",

@@ -482,7 +482,8 @@ class Context:
         self._next()
 
     def _next(self) -> None:
-        while self.current is None and self.queue and not self.deleted:
+        # `_killed` without a current execution: a restart waits for the old kernel's death, and so does the queue.
+        while self.current is None and self.queue and not self.deleted and not self._killed:
             execution = self.queue.popleft()
             try:
                 if not self.alive:

@@ -99,7 +99,7 @@ def check_envs(value: Any) -> dict[str, str] | None:
 def check_argv(value: Any) -> list[str]:
     """A command: a str goes to `bash -c`, a sequence is the argument vector itself."""
     if isinstance(value, str):
-        return ["/bin/bash", "-c", check_text(value, "cmd")]
+        return ["/bin/bash", "-c", "--", check_text(value, "cmd")]
     if isinstance(value, (bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         raise InvalidArgumentError(
             f"cmd must be a str for the shell or a list of arguments, not {type(value).__name__}"
