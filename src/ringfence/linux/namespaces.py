@@ -118,6 +118,39 @@ def write_id_maps(
     _write(process_directory + "/gid_map", "".join(f"{a} {b} {c}\n" for a, b, c in gids))
 
 
+INOTIFY_COUNTERS = ("max_inotify_instances", "max_inotify_watches")
+
+
+def counters() -> dict[str, int]:
+    """The limits of inotify in this user namespace (user_namespaces(7), /proc/sys/user); {} where there are none."""
+    found = {}
+    for name in INOTIFY_COUNTERS:
+        try:
+            with open("/proc/sys/user/" + name) as file:
+                found[name] = int(file.read())
+        except OSError:
+            continue
+    return found
+
+
+def limit_counters(sysctls: int, limits: dict[str, int]) -> None:
+    """Bound what this user namespace and those below it may hold, on top of what the ones above allow.
+
+    Guards the owner of the namespaces: what is used inside also counts for them, and the machine grants a user
+    128 inotify instances in all. `sysctls` is a descriptor of a writable /proc/sys, which shows each caller the
+    `user` directory of its own namespace. Raises OSError; a counter that this kernel lacks is left out.
+    """
+    for name, limit in limits.items():
+        try:
+            descriptor = os.open("user/" + name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=sysctls)
+        except FileNotFoundError:
+            continue
+        try:
+            os.write(descriptor, b"%d" % limit)
+        finally:
+            os.close(descriptor)
+
+
 def _write(path: str, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:

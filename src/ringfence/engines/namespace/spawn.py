@@ -145,6 +145,9 @@ def _child(
             namespaces.unshare(namespaces.CLONE_NEWNS)
             mounts.make_private()
             root.open_sources()
+        # Of what the machine grants this user, all sandboxes of a template together get three eighths: the user's
+        # own programs, and another template, go on working whatever they do.
+        counters = {name: limit * 3 // 8 for name, limit in namespaces.counters().items()}
         step = "user namespace"
         namespaces.unshare(namespaces.CLONE_NEWUSER)
         step = "id map"
@@ -172,7 +175,7 @@ def _child(
         if pid == 0:
             os.close(information)
             step = "proc"
-            _become_zygote(place, command, environment, host_name)
+            _become_zygote(place, command, environment, host_name, counters)
         socket.send_fds(sync, [b"z" + str(_outer_pid(information, pidfd)).encode()], [pidfd])
         os._exit(0)
     except OSError as error:
@@ -215,11 +218,16 @@ def _outer_pid(directory: int, pidfd: int) -> int:
     raise OSError(3, "no pid behind the descriptor")
 
 
-def _become_zygote(place: str, command: list[str], environment: dict[str, str], host_name: str) -> None:
+def _become_zygote(
+    place: str, command: list[str], environment: dict[str, str], host_name: str, counters: dict[str, int]
+) -> None:
     prctl(PR_SET_PDEATHSIG, 9)
     attributes = mounts.NO_SET_ID | mounts.NO_DEVICES | mounts.NO_EXECUTION
     mounts.attach(mounts.new_filesystem("proc", attributes), place + "/proc")
     mounts.change_root(place)
+    sysctls = os.open("/proc/sys", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    namespaces.limit_counters(sysctls, counters)
+    os.close(sysctls)
     namespaces.set_host_name(host_name)
     os.setsid()
     os.umask(0o022)
