@@ -89,7 +89,7 @@ def test_many_processes_together_do_not_pass_the_memory_limit(make, strength):
         assert sandbox.commands.run("echo alive").stdout == "alive\n"
     else:
         error = end_of(sandbox)
-        assert error.reason == "oom" and "limits.memory" in str(error)
+        assert error.reason == "oom" and "memory limit of 128 MiB" in str(error)
 
 
 def test_a_sandbox_that_ran_out_of_memory_says_so_when_it_is_gone(make, strength):

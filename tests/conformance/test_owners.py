@@ -69,7 +69,7 @@ def test_many_threads_share_one_sandbox(sandbox):
 def test_cells_of_one_context_from_many_threads_run_one_after_the_other(sandbox):
     sandbox.run_code("log = []")
     in_threads(6, lambda n: sandbox.run_code(f"import time\nlog.append(({n}, 'begin'))\ntime.sleep(0.02)\nlog.append(({n}, 'end'))"))
-    log = eval(sandbox.run_code("log").text)  # noqa: S307 - numbers of our own
+    log = eval(sandbox.run_code("log").text)
     assert len(log) == 12 and all(log[at][0] == log[at + 1][0] for at in range(0, 12, 2))
 
 
@@ -323,7 +323,7 @@ def test_a_sandbox_is_not_pickled_and_says_why(sandbox):
 def test_errors_survive_the_way_between_processes(sandbox):
     with pytest.raises(TimeoutExceededError) as caught:
         sandbox.commands.run("echo x; sleep 20", timeout=0.3)
-    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
+    again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and again.partial.stdout == "x\n" and again.limit == 0.3
 
 

@@ -12,7 +12,7 @@ import stat
 import pytest
 from leftovers import run_owner
 
-from ringfence import FileConflictError, LimitExceededError, NotFoundError
+from ringfence import FileConflictError, LimitExceededError, NotFoundError, RingfenceError
 
 
 @pytest.fixture
@@ -131,20 +131,14 @@ def test_files_that_are_there_stay_unless_overwritten(sandbox, place, tmp_path):
     [
         ({"max_bytes": 100_000}, "head -c 100001 /dev/zero > f"),
         ({"max_entries": 20}, "touch f{1..30}"),
+        ({"max_depth": 4}, "mkdir -p a/b/c/d/e/f/g; touch a/b/c/d/e/f/g/h"),
     ],
-    ids=["bytes", "entries"],
+    ids=["bytes", "entries", "depth"],
 )  # fmt: skip
 def test_a_download_is_bounded(sandbox, place, tmp_path, bound, make):
     sandbox.commands.run(make, cwd=place, check=True)
     with pytest.raises(LimitExceededError):
         sandbox.files.download_dir(place, tmp_path / "out", **bound)
-
-
-def test_what_lies_too_deep_is_left_out_and_reported(sandbox, place, tmp_path):
-    sandbox.commands.run("mkdir -p a/b/c/d; touch a/b/f a/b/c/d/g", cwd=place, check=True)
-    report = sandbox.files.download_dir(place, tmp_path / "out", max_depth=2)
-    assert [entry.path for entry in report.skipped] == ["a/b/c"] and "max_depth" in report.skipped[0].reason
-    assert set(tree_of(tmp_path / "out")) == {"a", "a/b", "a/b/f"}
 
 
 def test_a_tree_that_changes_while_it_is_downloaded_does_no_harm(sandbox, place, tmp_path):
@@ -155,8 +149,8 @@ def test_a_tree_that_changes_while_it_is_downloaded_does_no_harm(sandbox, place,
     for number in range(5):
         try:
             sandbox.files.download_dir(place, tmp_path / str(number))
-        except Exception as error:
-            assert type(error).__module__ == "ringfence.errors"  # noqa: PT017
+        except (RingfenceError, OSError):
+            pass  # something vanished under it; what counts is where it wrote
     churn.kill()
     for directory, names, files in os.walk(tmp_path):
         for name in names + files:

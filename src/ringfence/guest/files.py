@@ -66,6 +66,9 @@ class FileError(Exception):
         self.hint = hint
 
 
+MAX_LEVELS = 2048  # a path has at most 4096 bytes
+
+
 def resolve(path: bytes, home: bytes) -> bytes:
     """`path` made absolute: relative ones and `~` belong to the home directory. Symlinks stay for the kernel."""
     if path == b"~" or path.startswith(b"~/"):
@@ -232,7 +235,7 @@ class Worker:
         created = True
         if request.get("parents", True):
             created = not os.path.isdir(path)
-            os.makedirs(path, 0o777, exist_ok=True)
+            make_directories(path)
         else:
             os.mkdir(path)
         if created and request.get("mode") is not None:
@@ -242,7 +245,7 @@ class Worker:
     def _move(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
         source, target = self._path(request, "source"), self._path(request, "target")
         if request.get("parents"):
-            os.makedirs(os.path.dirname(target.rstrip(b"/")), exist_ok=True)
+            make_directories(os.path.dirname(target.rstrip(b"/")))
         try:
             os.rename(source, target)
         except OSError as error:
@@ -342,7 +345,7 @@ class Worker:
         path = os.path.realpath(path)
         directory, name = os.path.split(path)
         if request.get("parents", True):
-            os.makedirs(directory, exist_ok=True)
+            make_directories(directory)
         try:
             refuse_special(os.lstat(path), path)
         except FileNotFoundError:
@@ -526,6 +529,27 @@ def write_metadata(target: Any, changes: Any) -> None:
             if value is None and error.errno == errno.ENODATA:
                 continue
             raise
+
+
+def make_directories(path: bytes) -> None:
+    """Make a directory and those above it that are missing; one that is there is fine.
+
+    os.makedirs calls itself for each level, and a path that the kernel takes can have two thousand.
+    """
+    missing = [path]
+    while missing:
+        try:
+            os.mkdir(missing[-1], 0o777)
+        except FileExistsError:
+            if not os.path.isdir(missing[-1]):
+                raise
+        except FileNotFoundError:
+            above = os.path.dirname(missing[-1].rstrip(b"/"))
+            if above in (b"", missing[-1]) or len(missing) > MAX_LEVELS:
+                raise
+            missing.append(above)
+            continue
+        missing.pop()
 
 
 def remove_quietly(name: bytes, directory: int) -> None:
