@@ -226,11 +226,17 @@ class Agent:
             pass
         for _ in range(256):
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if not pid:
                 return
+            if os.WIFSTOPPED(status):
+                # Commands and kernels may stop; a file worker that user code stopped would hold its request for ever.
+                worker = getattr(self.children.get(pid), "__self__", None)
+                if isinstance(worker, transfers._Worker):
+                    worker.lose()
+                continue
             self.reaped += 1
             ended = self.children.pop(pid, None)
             if ended is not None:
