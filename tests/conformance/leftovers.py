@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 LAW_SECONDS = 2.0
 """A crashed, killed or exited owner leaves nothing after this long."""
@@ -173,7 +174,7 @@ class Owner:
             env=environment, start_new_session=group,
         )  # fmt: skip
 
-    def __enter__(self) -> Owner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

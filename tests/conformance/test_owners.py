@@ -24,7 +24,7 @@ def in_threads(count, function):
     def work(number):
         try:
             results[number] = function(number)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]

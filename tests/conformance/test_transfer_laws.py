@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from leftovers import run_owner
@@ -35,7 +36,7 @@ def tree_of(root):
             elif os.path.isdir(path):
                 found[key] = None
             else:
-                found[key] = open(path, "rb").read()
+                found[key] = Path(path).read_bytes()
     return found
 
 
