@@ -54,7 +54,7 @@ def test_the_precompiled_policy_is_the_default_policy() -> None:
 
     limits = Policy().compile().limits
     assert {name: getattr(limits, name) for name in precompiled.LIMITS} == precompiled.LIMITS
-    assert limits.timeout == precompiled.TIMEOUT
+    assert (limits.timeout, limits.output) == (precompiled.TIMEOUT, precompiled.OUTPUT)
     assert engine.BASE_ENVIRONMENT == precompiled.ENVIRONMENT
 
 

@@ -121,6 +121,20 @@ def test_json_is_one_document_with_everything() -> None:
     assert document["error"]["hint"]
 
 
+def test_json_keeps_the_newest_output_and_says_what_is_missing() -> None:
+    done = ringfence("run", "--json", "-c", "for n in range(600_000): print('%07d' % n)")
+    document = json.loads(done.stdout)
+    assert document["truncated"] is True
+    assert document["stdout"].endswith("0599999\n")
+    assert len(document["stdout"]) == 1 << 20
+
+
+def test_closed_standard_descriptors_do_no_harm() -> None:
+    done = subprocess.run(["bash", "-c", '"$@" <&- 2>&-', "bash", *COMMAND, "run", "-c", "import sys; print(sys.stdin.read(), 'end')"],
+                          capture_output=True, timeout=60, check=False)  # fmt: skip
+    assert (done.stdout, done.returncode) == (b" end\n", 0)
+
+
 def test_a_reader_that_goes_away_ends_the_program() -> None:
     done = subprocess.run(
         ["bash", "-c", '"$@" | head -c 4; echo " ${PIPESTATUS[0]}"', "bash", *COMMAND, "exec", "--", "yes"],

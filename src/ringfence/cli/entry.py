@@ -23,16 +23,29 @@ def main() -> None:
             sys.stderr.write(f"ringfence: {error}\n")
             sys.exit(2)
         if not request.help:
-            early = _start_launcher()
-            from ringfence.cli import once
+            try:
+                _open_standard_descriptors()
+                early = _start_launcher()
+                from ringfence.cli import once
 
-            code = once.main(request, early)
+                code = once.main(request, early)
+            except KeyboardInterrupt:
+                code = 130  # before there was a program to interrupt; the launcher ends with us
             # Nothing is left to flush or to close: the interpreter's own end would only cost time.
             os._exit(code)
         sys.argv = [sys.argv[0], words[0], "--help"]
     from ringfence.cli.app import run
 
     run()
+
+
+def _open_standard_descriptors() -> None:
+    """Where the caller closed 0, 1 or 2, the next socket would become the program's input or output."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open("/dev/null", os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def _start_launcher() -> tuple[int, int] | None:

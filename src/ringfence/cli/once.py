@@ -149,7 +149,8 @@ class _Run:
         self.deadline: float | None = None
         self.started = 0.0
         self.begun = time.monotonic()
-        self.captured: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
+        self.captured = {STDOUT: bytearray(), STDERR: bytearray()}
+        self.truncated = False
         self.stdin_open = True
         self.stdin_data = b""
         self.signals: list[int] = []
@@ -341,7 +342,11 @@ class _Run:
 
     def _output(self, stream: int, data: bytes) -> None:
         if self.request.json:
-            self.captured[stream].append(bytes(data))
+            kept = self.captured[stream]
+            kept += data
+            if len(kept) > 2 * precompiled.OUTPUT:
+                del kept[: -precompiled.OUTPUT]
+                self.truncated = True
         elif not self.broken_pipe:
             view = memoryview(data)
             try:
@@ -462,7 +467,8 @@ class _Run:
         except RingfenceError:
             pass
         waiter = select.poll()
-        waiter.register(self.launcher.fileno(), select.POLLIN)
+        if not self.launcher.lost:
+            waiter.register(self.launcher.fileno(), select.POLLIN)
         until = time.monotonic() + 5.0
         while not self.launcher.lost and time.monotonic() < until:
             if waiter.poll(100) and not self.launcher.read():
@@ -519,8 +525,9 @@ def _document(run: _Run | None, code: int, ended: str, message: str, hint: str) 
     if run is not None:
         now = time.monotonic()
         document.update(
-            stdout=b"".join(run.captured[STDOUT]).decode("utf-8", "replace"),
-            stderr=b"".join(run.captured[STDERR]).decode("utf-8", "replace"),
+            stdout=run.captured[STDOUT][-precompiled.OUTPUT :].decode("utf-8", "replace"),
+            stderr=run.captured[STDERR][-precompiled.OUTPUT :].decode("utf-8", "replace"),
+            truncated=run.truncated or any(len(kept) > precompiled.OUTPUT for kept in run.captured.values()),
             start_seconds=round(run.started - run.begun, 4) if run.started else None,
             run_seconds=round(now - run.started, 4) if run.started else None,
             policy=run.settings.policy,

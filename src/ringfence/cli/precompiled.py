@@ -22,6 +22,9 @@ LIMITS = {
 TIMEOUT = 30.0
 """limits.timeout, in seconds: kept by the caller's own clock."""
 
+OUTPUT = 1 << 20
+"""limits.output, in bytes: how much of each stream `--json` keeps, the newest. Output that passes through has no bound."""
+
 ENVIRONMENT = {
     "PATH": "/opt/env/bin:/opt/python/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games",
     "HOME": "/home/user",
