@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from ringfence.guest import agent, contexts
+from ringfence.guest.kernel import token_of
 from ringfence.guest.protocol import CLOSE, DATA, EVENT, MAX_PAYLOAD, STDERR, STDIN, STDOUT, Mux
 
 AGENT_ID = 65533
@@ -322,7 +323,7 @@ def fake_kernel(control: socket.socket, config: dict[str, Any]) -> None:
     message(4, bytes(16), b"{}")
     while True:
         request = json.loads(exactly(struct.unpack("!I", exactly(4))[0]))
-        token = bytes.fromhex(request["token"])
+        token = token_of(bytes.fromhex(config["secret"]), bytes.fromhex(request["nonce"]))
         names["token"] = token
         names["result"] = lambda value, token=token: message(1, token, {"data": {"text/plain": value}, "main": True, "metadata": {}})
         count += 1

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringfence.guest.kernel import token_of
+
 PYTHON = os.environ.get("RINGFENCE_TEST_PYTHON") or sys.executable
 """Interpreter of the kernels: set RINGFENCE_TEST_PYTHON to test another Python or IPython than that of the tests."""
 
@@ -120,6 +122,7 @@ class Zygote:
         err_r, err_w = os.pipe()
         config.setdefault("cwd", "/tmp")
         config.setdefault("random", os.urandom(32).hex())
+        config["secret"] = os.urandom(32).hex()
         config.setdefault("context", "default")
         config.setdefault("language", "python")
         self.wire.sendmsg([json.dumps(config).encode()], [(
@@ -127,7 +130,7 @@ class Zygote:
         for fd in (out_w, err_w):
             os.close(fd)
         theirs.close()
-        return Kernel(int(self._line()), control, out_r, err_r)
+        return Kernel(int(self._line()), control, out_r, err_r, bytes.fromhex(config["secret"]))
 
     def close(self) -> None:
         self.wire.close()
@@ -135,7 +138,8 @@ class Zygote:
 
 
 class Kernel:
-    def __init__(self, pid: int, control: socket.socket, out: int, err: int) -> None:
+    def __init__(self, pid: int, control: socket.socket, out: int, err: int, secret: bytes) -> None:
+        self.secret = secret
         self.pid, self.control, self.out, self.err = pid, control, out, err
         self.buffer = bytearray()
         self.zero_token_messages = 0
@@ -169,9 +173,9 @@ class Kernel:
         self.control.sendall(struct.pack("!I", len(data)) + data)
 
     def start(self, code: str, **options: Any) -> bytes:
-        token = os.urandom(16)
-        self.send({"do": "execute", "token": token.hex(), "code": code, "quiet": False, **options})
-        return token
+        nonce = os.urandom(16)
+        self.send({"do": "execute", "nonce": nonce.hex(), "code": code, "quiet": False, **options})
+        return token_of(self.secret, nonce)
 
     def run(self, code: str, timeout: float = 20, interrupt_after: float | None = None,
             interrupt_on: str | None = None, **options: Any) -> Run:

@@ -1,7 +1,8 @@
 """Code contexts, the agent's side: kernel processes, their executions, their deaths.
 
 A kernel is a fork of the agent that became the user and runs `ringfence.guest.kernel`. Everything it says is
-user code's word. Guards against: a forged result (each execution has a random token), a forged end, frames of
+user code's word. Guards against: a forged result (each execution has a token, which never travels to the kernel: what
+travels is a nonce, worth nothing without the kernel's secret), a forged end, frames of
 any claimed length (forwarded piecewise, never gathered), output that belongs to no execution (counted, not
 delivered), and a kernel that dies, hangs, ignores SIGINT or closes its own descriptors.
 """
@@ -57,7 +58,8 @@ class Execution:
         self.env = request.get("env")
         environment({}, self.env)  # refuses what is not an environment
         self.quiet = bool(request.get("quiet"))
-        self.token = os.urandom(16)
+        self.nonce = os.urandom(16)
+        self.token = b""  # known once a kernel is to run it
         self.restarted = False
         self.late_bytes = 0
         self.closed = False
@@ -138,6 +140,8 @@ class Kernel:
             ) from None  # fmt: skip
         if self.pid == 0:
             _become_kernel(agent, theirs, pipes[1], pipes[3], ticket, user, mark)
+        # Only now and only here: the child, whose frames show this object, takes its copy out of the ticket.
+        self._secret = bytes.fromhex(ticket.pop("secret")) if ticket is not None else b""
         theirs.close()
         os.close(pipes[1])
         os.close(pipes[3])
@@ -157,6 +161,7 @@ class Kernel:
         """Tell the spare who it is."""
         self.mark = mark
         self._send(ticket)
+        self._secret = bytes.fromhex(ticket["config"].pop("secret"))
 
     def _send(self, message: dict[str, Any]) -> None:
         raw = json.dumps(message, separators=(",", ":")).encode("ascii")
@@ -192,8 +197,9 @@ class Kernel:
             source.discarded = 0
             source.channel = execution.channel
         self._status = None
+        execution.token = kernel_process.token_of(self._secret, execution.nonce)
         self._send({
-            "do": "execute", "token": execution.token.hex(), "code": execution.code, "quiet": execution.quiet,
+            "do": "execute", "nonce": execution.nonce.hex(), "code": execution.code, "quiet": execution.quiet,
             "env": execution.env,
         })  # fmt: skip
 
@@ -453,7 +459,7 @@ class Context:
         ticket = {
             "context": self.name, "language": self.language, "cwd": decode(self.cwd),
             "env": {decode(key): decode(value) for key, value in self.env.items()},
-            "random": os.urandom(32).hex(),
+            "random": os.urandom(32).hex(), "secret": os.urandom(32).hex(),
         }  # fmt: skip
         if agent.boot.get("result_limit"):
             ticket["result_limit"] = agent.boot["result_limit"]

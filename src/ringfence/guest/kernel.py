@@ -5,13 +5,15 @@ an alarm, a trace function or a thread behind, forks), the loop reads the next r
 whole or not at all. The language itself is a leaf (`python_kernel`), called through five functions.
 
 Channel (one AF_UNIX stream socket, other end in the agent):
-  in    [!I length][JSON]                  {"do": "execute", "token": hex32, "code": str, "quiet": bool, "env": {..}|null}
+  in    [!I length][JSON]                  {"do": "execute", "nonce": hex32, "code": str, "quiet": bool, "env": {..}|null}
                                            {"do": "exit"}
   out   [!I length][B type][16s token][payload]    1 RESULT, 2 ERROR, 3 DONE, 4 READY (zero token)
 `length` counts the payload alone.
 
-What the token holds, and what it cannot hold. Tokens are random per execution and the agent drops every message that
-carries another one. So none of these can end an execution or add to it: bytes written to a descriptor that code found;
+What the token holds, and what it cannot hold. A token is the keyed hash of the request's nonce (`token_of`), under a
+secret that came with the fork, and the agent drops every message that carries another one. So none of these can end an
+execution or add to it: bytes written to a descriptor that code found; a thread or child of an earlier cell that reads
+the next request from such a descriptor before we do (it learns the nonce, and can at worst make its own kernel hang);
 a child process (the channel is close-on-exec, and closed in forked children); a thread or task left over from an
 earlier cell; a caller of our own functions found by walking frames, attributes, closures or a trace function (the
 token, the socket and the senders of ERROR and DONE are reachable only through C objects that show none of their
@@ -26,6 +28,7 @@ belong in different sandboxes, and every limit is enforced outside.
 # ruff: noqa: BLE001, S110, S112  (exceptions of any kind come out of user code, and end here on purpose)
 from __future__ import annotations
 
+import _blake2  # pyright: ignore[reportMissingImports]
 import _signal  # pyright: ignore[reportMissingImports]
 import builtins
 import contextvars
@@ -103,6 +106,11 @@ def _opaque(function: Callable) -> Callable:
     """Wraps `function` in a C callable that shows no member: no attribute, closure or frame leads from it to what it
     holds (an lru_cache of size 0 without `__wrapped__`)."""
     return _lru_cache_wrapper(function, 0, False, tuple)
+
+
+def token_of(secret: bytes, nonce: bytes) -> bytes:
+    """The token of the execution whose request carried `nonce`, in the kernel that was given `secret`; 16 bytes."""
+    return _blake2.blake2b(nonce, digest_size=16, key=secret).digest()
 
 
 def encode_ascii(text: str) -> bytes:
@@ -427,7 +435,8 @@ def run(control: socket.socket, config: dict[str, Any]) -> NoReturn:
     """Serves executions on `control` until the agent closes it or asks to exit. Never returns.
 
     config: "context" (name), "language" ("python"), "cwd", "env" (the whole environment; None keeps the process's),
-    "random" (32 bytes hex), "result_limit" (bytes, default 32 MiB), "dumpable" (bool, default False).
+    "random" (32 bytes hex), "secret" (32 bytes hex, taken out of the dict here), "result_limit" (bytes, default
+    32 MiB), "dumpable" (bool, default False).
     Precondition: single-threaded child of the zygote; fd 0 /dev/null, fd 1 and 2 pipes to the agent.
     """
     try:
@@ -458,11 +467,11 @@ def rehearse(code: str, config: dict[str, Any]) -> None:
     try:
         for number in saved:
             os.dup2(null, number)
-        message = json.dumps({"do": "execute", "token": "00" * 16, "code": code, "quiet": False}).encode()
+        message = json.dumps({"do": "execute", "nonce": "00" * 16, "code": code, "quiet": False}).encode()
         here.sendall(_pack_length(len(message)) + message)
         here.shutdown(socket.SHUT_WR)
         here.settimeout(None)
-        deque(_pipeline(theirs, dict(config, env=None), rehearsal=True), maxlen=0)
+        deque(_pipeline(theirs, dict(config, env=None, secret="00" * 32), rehearsal=True), maxlen=0)
     finally:
         for number, copy in saved.items():
             os.dup2(copy, number)
@@ -481,6 +490,8 @@ def rehearse(code: str, config: dict[str, Any]) -> None:
 
 def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = False) -> Iterator[None]:
     _hold()
+    # A copy of the keyed hash yields tokens; the key itself shows nowhere. `token_of` in the steps of a C object.
+    keyed_hash = _opaque(_blake2.blake2b(digest_size=16, key=bytes.fromhex(config.pop("secret"))).copy)
     signal.set_wakeup_fd(-1)
     owner = _getpid()
     interrupts = _Interrupts()
@@ -589,7 +600,10 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
             if message.get("do") != "execute":
                 continue
             number += 1
-            set_token(bytes.fromhex(message["token"]))
+            digest = keyed_hash()
+            digest.update(bytes.fromhex(message["nonce"]))
+            set_token(digest.digest())
+            del digest
             interrupts.armed = True
             request = Request(number, message["code"], bool(message.get("quiet")), message.get("env"))
             del message
