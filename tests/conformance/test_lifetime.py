@@ -338,3 +338,88 @@ sys.stdin.readline()
         assert agents == [], f"half-started sandboxes: {agents} of {descendants(launcher)}"
         owner.go_on()
         owner.finish()
+
+
+# -- odd owners
+
+_ODD = {
+    "SIGCHLD ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "every signal blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+    "a umask of 777": "os.umask(0o777)",
+    "a working directory that is gone": "import tempfile; d = tempfile.mkdtemp(); os.chdir(d); os.rmdir(d)",
+    "no standard descriptors": "out = os.dup(1); os.closerange(0, 3)",
+    "an empty environment": "os.environ.clear()",
+    "poisoned Python variables": "os.environ.update(PYTHONHOME='/nowhere', PYTHONPATH='/nowhere', PYTHONSTARTUP='/nowhere', LD_PRELOAD='')",
+    "a low priority": "os.nice(5)",
+    "many open files": "import resource; files = [open('/dev/null') for _ in range(900)]",
+    "its own child subreaper": "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("oddity", _ODD)
+def test_an_odd_owner_uses_sandboxes_all_the_same_and_leaves_nothing(oddity):
+    code = (
+        "out = 1\n" + _ODD[oddity] + "\nsandbox = Sandbox()\nassert sandbox.run_code('1 + 1').text == '2'\n"
+        "assert sandbox.commands.run('echo x; exit 3').exit_code == 3\n"
+        "assert sandbox.files.write('f', 'y').size == 1\n"
+        "os.write(out, json.dumps({'launcher': Node.current().launcher().pid}).encode() + b'\\n')\n"
+        "time.sleep(1)\nsandbox.kill()\nos._exit(0)"
+    )
+    with Owner(code) as owner:
+        traces = owner.traces(least=1)
+        owner.finish()
+        traces.gone()
+
+
+def test_an_owner_that_ends_while_a_daemon_thread_waits_for_a_sandbox_ends_at_once():
+    with Owner("""
+sandbox = Sandbox()
+threading.Thread(target=sandbox.commands.run, args=("sleep 60",), daemon=True).start()
+threading.Thread(target=sandbox.run_code, args=("import time; time.sleep(60)",), daemon=True).start()
+time.sleep(0.3)
+ready()
+sys.stdin.readline()
+""") as owner:
+        traces = owner.traces()
+        owner.go_on()
+        owner.finish(20)
+        traces.gone()
+
+
+def test_a_closed_node_leaves_nothing_and_the_next_sandbox_gets_a_new_one():
+    with Owner("""
+sandbox = Sandbox()
+ready()
+sys.stdin.readline()
+Node.current().close()
+try:
+    sandbox.run_code("1")
+except SandboxDeadError:
+    pass
+else:
+    raise AssertionError("it answered")
+ready()
+sys.stdin.readline()
+assert Sandbox().run_code("1 + 1").text == "2"
+""") as owner:
+        traces = owner.traces()
+        owner.go_on()
+        assert owner.line()["launcher"] != traces.launcher
+        traces.gone()
+        owner.go_on()
+        owner.finish()
+
+
+def test_an_owner_that_ends_at_once_after_starting_leaves_nothing():
+    """Killed at many moments of its start, as far as a test can choose them."""
+    launchers = []
+    for step in range(6):
+        with Owner("print(json.dumps({'launcher': Node.current().launcher().pid}), flush=True)\nSandbox('plain')") as owner:
+            launcher = owner.line()["launcher"]
+            time.sleep(0.04 * step)
+            traces = Traces.of(launcher)
+            owner.kill()
+            owner.process.wait(20)
+            traces.gone()
+            launchers.append(launcher)
+    assert not [launcher for launcher in launchers if groups_of(launcher)]
