@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts `make test` in the background has it ignored, and every child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def identity() -> str:
