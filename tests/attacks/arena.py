@@ -86,6 +86,15 @@ def assert_answers(sandbox: Sandbox, seconds: float = 5) -> None:
     assert time.monotonic() - started < 3 * seconds
 
 
+def until(handle: Any, text: str, seconds: float = 10) -> Any:
+    """Wait until a background command has printed `text`; returns its handle."""
+    deadline = time.monotonic() + seconds
+    while text not in handle.stdout and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert text in handle.stdout, f"the attack did not begin: {handle!r} {handle.stderr[-500:]}"
+    return handle
+
+
 def canary() -> str:
     return "canary-" + secrets.token_hex(16)
 

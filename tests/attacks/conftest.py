@@ -64,9 +64,12 @@ def neighbour() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Iterator[tuple[str, list[Path]]]:
-    """A canary in files all over the host, wherever this user may write; checked and removed at the end."""
+    """A canary in files all over the host, wherever this user may write; checked and removed at the end.
+
+    Not below /usr: that is lent to every sandbox, with whatever everyone may read in it.
+    """
     token = canary()
-    places = [Path(name) for name in ("/", "/home", "/root", "/tmp", "/var/tmp", "/opt", "/run", "/srv", "/mnt", "/etc", "/usr/local/share", "/dev/shm")]
+    places = [Path(name) for name in ("/", "/home", "/root", "/tmp", "/var/tmp", "/opt", "/run", "/srv", "/mnt", "/etc", "/dev/shm")]
     places += [Path.home(), Path.cwd(), tmp_path]
     files = []
     for place in dict.fromkeys(place.resolve() for place in places):

@@ -125,7 +125,7 @@ def test_nothing_of_the_caller_is_inherited(box):
     assert found["descriptors"][:3] == [0, 1, 2] and len(found["descriptors"]) <= 4  # one is the listing itself
     control = subprocess.run(
         [sys.executable, "-c", "import os; os.set_inheritable(os.open('/', os.O_PATH), True); os.execvp('ls', ['ls', '/proc/self/fd'])"],
-        capture_output=True, text=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert len(control.stdout.split()) > 4
     assert_ordinary(box)
