@@ -318,6 +318,8 @@ def fake_kernel(control: socket.socket, config: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, interrupted)
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", closefd=False)
+    os.environ.clear()
+    os.environ.update(config["env"])
     names: dict[str, Any] = {"config": config, "control": control, "message": message}
     count = 0
     message(4, bytes(16), b"{}")

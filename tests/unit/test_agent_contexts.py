@@ -237,10 +237,11 @@ def test_without_credit_only_that_execution_waits(host):
 
 
 @pytest.mark.parametrize("single", MODES)
-def test_a_spare_kernel_becomes_the_first_context(single):
+def test_the_default_contexts_kernel_can_be_made_before_anyone_asks(single):
     with AgentProcess(single=single == "single", kernel=fake_kernel, prefork=True) as host:
         host.call("info")
         assert host.pids() == 2
+        assert [item["context"] for item in host.call("kernel.list")["contexts"]] == ["default"]
         run = execute(host, "import os; print(os.getuid(), os.getcwd(), os.environ['HOME'], config['context'])")
         assert run.text() == b"1000 /mnt/home /mnt/home default\n"
         assert host.pids() == 2

@@ -14,9 +14,11 @@ The one exception is hashlib, with the first file operation, from the interprete
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]
 import ctypes
 import faulthandler
 import gc
+import mmap
 import os
 import resource
 import signal
@@ -50,6 +52,9 @@ _SFD_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK  # signalfd4 takes the same values (si
 _SPARE_DESCRIPTORS = 32
 _COLLECT_EVERY = 500
 MAX_COMMANDS = 1024
+# Plain numbers for the C functions below: the enumerations of `signal` touch, and so copy, dozens of pages.
+_IGNORED = frozenset(int(number) for number in IGNORED_SIGNALS)
+_SET_MASK, _SIGCHLD = int(signal.SIG_SETMASK), int(signal.SIGCHLD)
 FEATURES = ("exec", "pty", "kernel", "file", "watch")
 
 
@@ -79,8 +84,7 @@ class Agent:
         self._closings = 0
         self._started = time.monotonic()
         self._environments: dict[str, dict[bytes, bytes]] = {}
-        self._spare: contexts.Kernel | None = None
-        self._buffer = memoryview(bytearray(_RECEIVE))
+        self._buffer = memoryview(mmap.mmap(-1, _RECEIVE))  # pages nobody has used yet cost nothing
         self._blocked = False
         self._leaving = False
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS
@@ -121,24 +125,39 @@ class Agent:
         # The kernel drops signals for which pid 1 has no handler; so it must have none, whatever was set before.
         faulthandler.disable()
         for number in range(1, 32):
-            if number not in (signal.SIGKILL, signal.SIGSTOP):
-                signal.signal(number, signal.SIG_IGN if number in IGNORED_SIGNALS else signal.SIG_DFL)
+            if number not in (9, 19):
+                _signal.signal(number, 1 if number in _IGNORED else 0)
         # Children reset the mask, so only the agent reads its signals from a descriptor.
-        signal.pthread_sigmask(signal.SIG_SETMASK, (signal.SIGCHLD,))
-        mask = ctypes.c_uint64(1 << (signal.SIGCHLD - 1))
+        _signal.pthread_sigmask(_SET_MASK, (_SIGCHLD,))
+        mask = ctypes.c_uint64(1 << (_SIGCHLD - 1))
         self._signals = check(libc.signalfd(ctypes.c_int(-1), ctypes.byref(mask), ctypes.c_int(_SFD_FLAGS)), "signalfd")
         self.loop.watch(self._signals, self._child_event)
-        self.stream.setblocking(False)
-        self._descriptor = self.stream.fileno()
-        self.loop.watch(self._descriptor, self._stream_event)
+        self.listen()
         if self.boot.get("prefork") and self.boot.get("kernel", True):
-            self._fork_spare()
+            self._flush()  # the host learns that we are here, and goes on while the kernel is forked
+            try:
+                self._create_context("default", {})
+            except Refused:
+                pass  # the first execution tries again and says why
         while True:
             try:
                 self.loop.run_forever(self._flush)
             except Exception:  # memory may be short for a moment; the sandbox's keeper goes on
                 self.failures += 1
                 time.sleep(0.01)
+
+    def listen(self) -> None:
+        """Hear the host from now on."""
+        self.stream.setblocking(False)
+        self._descriptor = self.stream.fileno()
+        self.loop.watch(self._descriptor, self._stream_event)
+
+    def dispose(self) -> None:
+        """Close what this object opened: the end of a rehearsal. An agent ends with its process."""
+        self.loop.close()
+        self.stream.close()
+        if self._loadavg >= 0:
+            os.close(self._loadavg)
 
     def _stream_event(self, events: int) -> None:
         if events & WRITE:
@@ -365,22 +384,6 @@ class Agent:
                 del self.background[pid]
                 self.marks.give_back(mark, checked=True)
 
-    def take_spare(self) -> contexts.Kernel | None:
-        """The pre-forked kernel, if there is one and it lives."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.exit is not None:
-            spare = None
-        if self.boot.get("prefork") == "always":
-            self.loop.after(0.05, self._fork_spare)
-        return spare
-
-    def _fork_spare(self) -> None:
-        if self._spare is None:
-            try:
-                self._spare = contexts.Kernel(self, None, None, None)
-            except Refused:
-                pass
-
     # ------------------------------------------------------------- operations
 
     def _open(self, channel: int, request: dict[str, Any]) -> None:
@@ -524,8 +527,8 @@ def serve(stream: socket.socket, boot: dict[str, Any]) -> NoReturn:
     """Be pid 1 of a sandbox that is already confined: speak the guest protocol on `stream` until it ends.
 
     `boot` is described in the engine's boot message: users, default_user, single_uid, job_gids, env, cwd,
-    rlimits (already in force), template, kernel, prefork (True: one spare kernel; "always": a new one after
-    each use), oom_score_adj. Never returns; exits with 0 when the stream ends, 3 when the host breaks the
+    rlimits (already in force), template, kernel, prefork (True: the kernel of the default context is
+    forked at once, before anyone asks for it), oom_score_adj. Never returns; exits with 0 when the stream ends, 3 when the host breaks the
     protocol.
     """
     gc.disable()

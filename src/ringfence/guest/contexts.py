@@ -11,6 +11,7 @@ delivered), and a kernel that dies, hangs, ignores SIGINT or closes its own desc
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]
 import gc
 import json
 import os
@@ -26,6 +27,7 @@ from ringfence.guest.credentials import IGNORED_SIGNALS, User, decode, raise_kil
 from ringfence.guest.jobs import Refused, environment
 from ringfence.guest.pipes import READ, WRITE, Source, bytes_waiting, new_pipe
 from ringfence.guest.protocol import RESULTS, STDERR, STDOUT
+from ringfence.linux.namespaces import fork_alone
 from ringfence.linux.syscalls import close_from
 
 if TYPE_CHECKING:
@@ -39,6 +41,12 @@ _LENGTH = struct.Struct("!I")  # agent to kernel
 _FORWARDED = struct.Struct("!IB")  # agent to host
 RESULT, ERROR, DONE, READY = 1, 2, 3, 4
 _FORWARD, _KEEP, _DROP = range(3)
+# In a kernel these get their defaults back; SIGINT stays ignored until the kernel's own handler is in place. The C
+# functions are called with plain numbers, since the enumerations of `signal` touch, and so copy, dozens of pages.
+_RESTORED_SIGNALS = tuple(
+    int(number) for number in IGNORED_SIGNALS if number not in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
+)
+_SET_MASK = int(signal.SIG_SETMASK)
 
 
 def run_kernel(control: socket.socket, config: dict[str, Any]) -> None:
@@ -102,9 +110,9 @@ class Execution:
 
 
 class Kernel:
-    """One kernel process. `context` is None while it is the spare."""
+    """One kernel process. `context` is None before it has its place, and after its end."""
 
-    def __init__(self, agent: Agent, ticket: dict[str, Any] | None, user: User | None, mark: int | None):
+    def __init__(self, agent: Agent, ticket: dict[str, Any], user: User, mark: int | None):
         self.agent = agent
         self.context: Context | None = None
         self.mark = mark
@@ -128,7 +136,7 @@ class Kernel:
         try:
             pipes = [*new_pipe(), *new_pipe()]
             agent.check_descriptors(max(pipes))
-            self.pid = os.fork()
+            self.pid = fork_alone()
         except OSError as error:
             for descriptor in pipes:
                 os.close(descriptor)
@@ -156,12 +164,6 @@ class Kernel:
         agent.children[self.pid] = self._exited
 
     # ---------------------------------------------------------------- sending
-
-    def assign(self, ticket: dict[str, Any], mark: int | None) -> None:
-        """Tell the spare who it is."""
-        self.mark = mark
-        self._send(ticket)
-        self._secret = bytes.fromhex(ticket["config"].pop("secret"))
 
     def _send(self, message: dict[str, Any]) -> None:
         raw = json.dumps(message, separators=(",", ":")).encode("ascii")
@@ -464,13 +466,8 @@ class Context:
         if agent.boot.get("result_limit"):
             ticket["result_limit"] = agent.boot["result_limit"]
         mark = agent.take_mark()
-        spare = agent.take_spare()
         try:
-            if spare is not None:
-                spare.assign({"user": self.user.name, "mark": mark, "config": ticket}, mark)
-                self.kernel = spare
-            else:
-                self.kernel = Kernel(agent, ticket, self.user, mark)
+            self.kernel = Kernel(agent, ticket, self.user, mark)
         except Refused:
             if mark is not None:
                 agent.marks.give_back(mark, checked=True)
@@ -581,14 +578,9 @@ class Context:
 
 
 def _become_kernel(
-    agent: Agent, control: socket.socket, output: int, errors: int, ticket: dict[str, Any] | None, user: User | None,
-    mark: int | None,
+    agent: Agent, control: socket.socket, output: int, errors: int, ticket: dict[str, Any], user: User, mark: int | None
 ) -> None:
-    """In a fork of the agent: become a kernel. Never returns.
-
-    A spare stays the agent's (user code can neither see into it nor signal it) until its first message says
-    whose kernel it is.
-    """
+    """In a fork of the agent: become a kernel. Never returns."""
     status = 70
     try:
         agent.forsake()
@@ -596,25 +588,14 @@ def _become_kernel(
         for source, target in ((null, 0), (output, 1), (errors, 2)):
             os.dup2(source, target, inheritable=True)
         close_from([0, 1, 2, control.fileno()])
-        for number in IGNORED_SIGNALS:
-            # SIGINT stays ignored until the kernel's own handler is in place.
-            signal.signal(number, signal.SIG_DFL if number not in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for number in _RESTORED_SIGNALS:
+            _signal.signal(number, 0)
+        _signal.pthread_sigmask(_SET_MASK, ())
         os.setsid()
         gc.enable()  # the agent does without
-        if ticket is None:
-            message = _read_message(control)
-            ticket = message["config"]
-            user = agent.credentials.user(message["user"])
-            mark = message["mark"]
-        assert user is not None and ticket is not None
         agent.credentials.shed(user, mark, dumpable=True)
         if agent.kill_order:
             raise_kill_order("self", agent.kill_order)
-        env = {key.encode("utf-8", "surrogateescape"): value.encode("utf-8", "surrogateescape")
-               for key, value in ticket["env"].items()}  # fmt: skip
-        os.environ.clear()
-        os.environb.update(env)
         try:
             os.chdir(ticket["cwd"].encode("utf-8", "surrogateescape"))
         except OSError:
@@ -630,18 +611,3 @@ def _become_kernel(
             pass
     finally:
         os._exit(status)
-
-
-def _read_message(control: socket.socket) -> dict[str, Any]:
-    """The spare's first message; leaves when the agent is gone."""
-
-    def exactly(count: int) -> bytes:
-        raw = b""
-        while len(raw) < count:
-            piece = control.recv(count - len(raw))
-            if not piece:
-                os._exit(0)
-            raw += piece
-        return raw
-
-    return json.loads(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))

@@ -24,6 +24,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CAPABILITY_VERSION_3 = 0x20080522
+# One type each for all calls: making an array type copies dozens of a forked child's pages.
+_Header, _Data = ctypes.c_uint32 * 2, ctypes.c_uint32 * 6
 
 # The agent ignores these; a child gets the defaults back, also those the interpreter ignores (SIGPIPE, SIGXFSZ).
 IGNORED_SIGNALS = (
@@ -118,8 +120,7 @@ class Credentials:
 
 def drop_capabilities() -> None:
     """capset(2) to nothing: effective, permitted and inheritable."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    data = (ctypes.c_uint32 * 6)()
+    header, data = _Header(_CAPABILITY_VERSION_3, 0), _Data()
     call(NUMBER["capset"], ctypes.byref(header), ctypes.byref(data), what="capset")
 
 
@@ -139,7 +140,10 @@ def raise_kill_order(pid: str | int, value: int) -> None:
 
 def _read_number(path: str) -> int:
     try:
-        with open(path) as file:
-            return int(file.read())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a text file's layers copy a hundred pages
+        try:
+            return int(os.read(descriptor, 64))
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError):
         return -1

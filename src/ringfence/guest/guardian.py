@@ -29,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PATIENCE_NANOSECONDS = 250_000_000
 _GRACE_SECONDS = 0.25  # a sandbox that was frozen wakes with the timer long over: let the agent go on first
+_Times = ctypes.c_long * 4  # struct itimerspec; one type for all, since making one copies dozens of pages
 _STATE = struct.Struct("QQ")  # spawn number (0: none under way), boot clock ticks at its begin
 
 
@@ -41,8 +42,8 @@ class Guardian:
         self._number = 0
         self._descriptor = -1
         self._page: mmap.mmap | None = None
-        self._on = (ctypes.c_long * 4)(0, 0, 0, _PATIENCE_NANOSECONDS)
-        self._off = (ctypes.c_long * 4)(0, 0, 0, 0)
+        self._on = _Times(0, 0, 0, _PATIENCE_NANOSECONDS)
+        self._off = _Times(0, 0, 0, 0)
         self._ticks = os.sysconf("SC_CLK_TCK")
 
     def prepare(self) -> None:

@@ -405,10 +405,13 @@ def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
     notes = []
     env = config.get("env")
     if env is not None:
-        os.environ.clear()
+        # What is equal already is left alone: each variable that is set again copies pages of the zygote.
+        for name in [name for name in os.environ if name not in env]:
+            del os.environ[name]
         for name, value in env.items():
             try:
-                os.environ[name] = value
+                if os.environ.get(name) != value:
+                    os.environ[name] = value
             except (ValueError, TypeError):
                 notes.append(f"environment variable {name!r} was left out: not a legal name or value")
     if "TZ" in os.environ:
@@ -419,6 +422,8 @@ def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
             os.chdir(cwd)
         except OSError as error:
             notes.append(f"cannot enter {cwd!r}: {error.strerror}; working in {os.getcwd()!r}")
+    if not rehearsal:
+        threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # the fork handlers would have
     seed = config.get("random") or ""
     renew_identity(bytes.fromhex(seed) if isinstance(seed, str) else seed)
     if not config.get("dumpable", False) and not rehearsal:

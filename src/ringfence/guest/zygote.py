@@ -21,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-from ringfence.guest import agent, confine
+from ringfence.guest import agent, confine, rehearsal
 from ringfence.linux import filters, landlock, namespaces, seccomp
 from ringfence.linux.syscalls import libc, prctl
 
@@ -55,7 +55,7 @@ class Zygote:
         program = filters.guest_filter(
             single_uid=self.settings["single"], watched_memory=self.settings["watched_memory"]
         )
-        return confine.Prepared(lambda: seccomp.install(program), ruleset, confine.Masks())
+        return confine.Prepared(seccomp.installer(program), ruleset, confine.Masks())
 
     def serve(self) -> None:
         """Answer the launcher until it goes away."""
@@ -240,6 +240,11 @@ def main(control_descriptor: int) -> None:
         _take_back_font_list()
     libc.prctl(PR_SET_NAME, b"ringfence-zygot", 0, 0, 0)
     zygote = Zygote(control, settings, problems)
+    try:
+        rehearsal.rehearse(settings["single"], settings["modules"] is not None)
+    except Exception:  # it only costs speed
+        if os.environ.get("RINGFENCE_DEBUG"):
+            raise
     gc.collect()
     gc.disable()
     gc.freeze()

@@ -62,6 +62,7 @@ _VERSION_3 = 0x20080522
 _HEADER = struct.Struct("=Ii")
 _DATA = struct.Struct("=6I")  # effective, permitted, inheritable; lower halves, then upper halves
 _LOW = 0xFFFFFFFF
+_Header = ctypes.c_char * _HEADER.size  # one type for all: making one copies dozens of a forked child's pages
 
 
 class CapabilitySets(NamedTuple):
@@ -121,7 +122,7 @@ def read(process: str | int = "self", proc: str = "/proc") -> CapabilitySets:
 
 def set_capabilities(*, effective: int = 0, permitted: int = 0, inheritable: int = 0) -> None:
     """Set the three sets of the calling thread, whole. Raises OSError (EPERM) where it would gain any."""
-    header = ctypes.create_string_buffer(_HEADER.pack(_VERSION_3, 0), _HEADER.size)
+    header = _Header.from_buffer_copy(_HEADER.pack(_VERSION_3, 0))
     data = _DATA.pack(
         *(effective & _LOW, permitted & _LOW, inheritable & _LOW),
         *(effective >> 32, permitted >> 32, inheritable >> 32),

@@ -14,6 +14,7 @@ Facts: landlock(7), Documentation/userspace-api/landlock.rst, linux/landlock.h.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import struct
 
@@ -71,6 +72,12 @@ def abi() -> int:
         if problem.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
             return 0
         raise
+
+
+@functools.cache
+def _cached_abi() -> int:
+    # A forked sandbox finds its zygote's answer: the kernel stays the same.
+    return abi()
 
 
 def file_rights(version: int) -> int:
@@ -143,5 +150,5 @@ def restrict_self(ruleset: int) -> None:
     Preconditions: no_new_privs, or CAP_SYS_ADMIN in the caller's user namespace. Raises OSError (EPERM without
     either, E2BIG after 16 nested domains).
     """
-    flags = _LOG_SAME_EXEC_OFF | _LOG_SUBDOMAINS_OFF if abi() >= LOG_FLAGS_ABI else 0
+    flags = _LOG_SAME_EXEC_OFF | _LOG_SUBDOMAINS_OFF if _cached_abi() >= LOG_FLAGS_ABI else 0
     syscalls.call(_number("landlock_restrict_self"), ruleset, flags, what="landlock_restrict_self")

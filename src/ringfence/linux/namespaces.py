@@ -15,7 +15,8 @@ import signal
 import socket
 import struct
 
-from ringfence.linux.syscalls import NUMBER, call_holding_lock, check, libc, libc_with_lock
+from ringfence.linux import numbers
+from ringfence.linux.syscalls import MACHINE, NUMBER, call_holding_lock, check, libc, libc_with_lock
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -31,6 +32,7 @@ CLONE_CHILD_SETTID = 0x01000000
 CLONE_INTO_CGROUP = 0x200000000
 
 _PR_GET_TID_ADDRESS = 40
+_CLONE = numbers.table(numbers.architecture())["clone"]
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 0x1
 
@@ -91,6 +93,24 @@ def fork_into(flags: int, cgroup: int = -1, *, hooks: bool = True) -> tuple[int,
     if result < 0:
         raise OSError(error, os.strerror(error), f"clone3({flags:#x})")
     return result, pidfd.value
+
+
+def fork_alone() -> int:
+    """fork(2) without the interpreter's fork handlers: the pid in the parent, 0 in the child.
+
+    Precondition: the calling process has one thread, and the child needs nothing that those handlers renew (locks
+    of other threads, `random`, the main thread's native id); see `fork_into`. Made by the old clone(2), whose flags
+    a seccomp filter can see: inside a sandbox clone3(2) answers ENOSYS. Raises OSError.
+    """
+    address = _thread_id_address.value or 0
+    flags = signal.SIGCHLD | ((CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID) if address else 0)
+    # The last two arguments change places between the two (clone(2), "C library/kernel differences").
+    last = (address, 0) if MACHINE == "x86_64" else (0, address)
+    result = call_holding_lock(_CLONE, flags, 0, 0, *last)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), "clone")
+    return result
 
 
 def unshare(flags: int) -> None:

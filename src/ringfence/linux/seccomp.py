@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Union
 
 from ringfence.linux import numbers, syscalls
@@ -294,15 +294,26 @@ def install(program: bytes, flags: int = 0) -> int:
     Raises OSError: EACCES without no_new_privs, EINVAL for a program the kernel does not take or a kernel
     without CONFIG_SECCOMP_FILTER, ENOSYS where another filter refuses the call.
     """
+    return installer(program, flags)()
+
+
+def installer(program: bytes, flags: int = 0) -> Callable[[], int]:
+    """A function that does what `install(program, flags)` does, with everything but the call made ready.
+
+    For a process whose forks install the same program: each then copies one page or two, not the program.
+    """
     buffer = ctypes.create_string_buffer(program, len(program))
     descriptor = _Program(len(program) // _INSTRUCTION.size, ctypes.addressof(buffer))
-    return syscalls.call(
-        numbers.table(numbers.architecture())["seccomp"],
-        SECCOMP_SET_MODE_FILTER,
-        flags,
-        ctypes.byref(descriptor),
-        what="seccomp(SECCOMP_SET_MODE_FILTER)",
-    )
+    number = numbers.table(numbers.architecture())["seccomp"]
+
+    def put() -> int:
+        # `buffer` is named here so that it lives as long as this function: the descriptor holds its address only.
+        assert buffer
+        return syscalls.call(
+            number, SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(descriptor), what="seccomp(SECCOMP_SET_MODE_FILTER)"
+        )
+
+    return put
 
 
 # ---------------------------------------------------------------------------------------------------------

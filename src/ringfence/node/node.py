@@ -42,7 +42,7 @@ _DEATHS = {
 }
 
 
-def death(reason: str, stats: dict[str, Any] | None = None) -> SandboxDeadError:
+def death(reason: str) -> SandboxDeadError:
     """The error for a sandbox that ended for `reason`."""
     reason = reason.replace("-", "_")
     message, hint = _DEATHS.get(reason, (f"the sandbox ended: {reason}", ""))
@@ -161,7 +161,7 @@ class Handle:
     def ended(self, message: dict[str, Any]) -> None:
         """The launcher saw the last process gone."""
         self.failure = message.get("failure")
-        error = death(message.get("reason", "crashed"), message.get("stats"))
+        error = death(message.get("reason", "crashed"))
         self.gone.set_result(error)
         connection = getattr(self, "connection", None)
         if connection is not None:
@@ -373,7 +373,7 @@ class Node:
             name, python=executable, sources=sources, library=python.library_path, masks=python.masks
         )
 
-    async def start(self, spec: CellSpec, prefork: bool = False) -> Handle:
+    async def start(self, spec: CellSpec, prefork: bool = True) -> Handle:
         """Start a sandbox, from a pool when one was made for this spec.
 
         Raises EnforcementError when the policy cannot be held here (nothing is started), EngineError when the

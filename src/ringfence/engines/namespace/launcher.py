@@ -536,15 +536,17 @@ class Launcher:
 
     def _cell_gone(self, cell: Cell) -> None:
         """The last process of the sandbox is gone: a pid namespace's first process ends after all others."""
-        try:
-            stats = self._stats(cell)
-        except OSError:
-            stats = {}
-        reason = cell.reason or ("oom" if stats.get("oom_kills") else "crashed")
-        self._forget(cell)
+        reason = cell.reason
+        if not reason:
+            try:
+                reason = "oom" if self._stats(cell).get("oom_kills") else "crashed"
+            except OSError:
+                reason = "crashed"
+        # Whoever waits for the end hears of it before the empty group and the ids are put away.
+        self._say({"event": "gone", "id": cell.id, "reason": reason, "failure": cell.failure})
         for number in cell.waiters:
             self._say({"re": number, "ok": True, "gone": True})
-        self._say({"event": "gone", "id": cell.id, "reason": reason, "stats": stats, "failure": cell.failure})
+        self._forget(cell)
 
     def _forget(self, cell: Cell) -> None:
         self.cells.pop(cell.id, None)
