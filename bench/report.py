@@ -141,6 +141,8 @@ def _markdown(groups: list[Group], about: dict[str, Any], quick: bool, seconds: 
     yield ""
     yield "## Processor time and page faults of one cycle"
     yield ""
+    yield "Sandboxes are counted by their control groups where there are some, from the moment they join them."
+    yield ""
     yield "| group | case | processor ms | minor page faults |"
     yield "|---|---|---|---|"
     for group in groups:
@@ -173,6 +175,12 @@ def _number(value: float) -> str:
 def show(groups: list[Group]) -> None:
     """The verdicts on the terminal."""
     for group in groups:
+        for case in group.cases.values():
+            if case.samples:
+                print(f"{'':32} {_number(case.median):>8} (p95 {_number(case.p95)}, best {_number(case.best)}) {case.name}")
+        for name, used in group.usage.items():
+            parts = ", ".join(f"{role} {value:.1f} ms" for role, value in used["processor_ms"].items())
+            print(f"{'':32} {name}: {parts}; {sum(used['faults'].values()):.0f} page faults")
         for line in group.lines:
             reached = "-" if line.value is None else _number(line.value)
             print(f"{line.verdict:32} {reached:>8} {line.unit:28} {line.what}  {line.detail}")
