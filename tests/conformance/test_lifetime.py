@@ -324,7 +324,10 @@ while count < 6:
     except KeyboardInterrupt:
         count += 1
 for info in Sandbox.list():
-    Sandbox.connect(info.id).kill()
+    try:
+        Sandbox.connect(info.id).kill()
+    except NotFoundError:
+        pass  # it was just ending
 time.sleep(0.3)
 ready()
 sys.stdin.readline()

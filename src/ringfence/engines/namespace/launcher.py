@@ -650,6 +650,8 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A terminal's Ctrl-C goes to the whole group: the owner decides, the launcher follows the owner.
         signal.signal(number, signal.SIG_IGN)
+    # An owner that ignores SIGCHLD hands that on, and with it the kernel throws away our children's exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.umask(0o077)
     control = socket.socket(fileno=descriptor)
