@@ -329,6 +329,7 @@ class Command:
                 if wants_input:
                     read, write = os.pipe2(os.O_CLOEXEC)
                     os.set_blocking(write, False)
+                    os.fchmod(read, 0o644)  # for /dev/stdin, as in new_pipe
                     ends.append(write)
                     lent.append(read)
                 streams = (lent[2] if wants_input else -1, lent[0], lent[1])

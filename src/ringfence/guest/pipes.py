@@ -39,6 +39,8 @@ def new_pipe() -> tuple[int, int]:
     """(read, write), close-on-exec; the read end, which the agent keeps, does not block."""
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
+    # The pipe is the agent's file: without this, `tee /dev/stderr` and `> /dev/stdout` are refused to the user.
+    os.fchmod(write, 0o622)
     return read, write
 
 
