@@ -311,14 +311,7 @@ class Streams:
         """Puts back what the previous cell closed or replaced; returns a note for each repair."""
         notes = []
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            try:
-                status = _fstat(descriptor)
-                broken = (status.st_dev, status.st_ino) != self.identity[descriptor]
-                what = "redirected"
-            except OSError:
-                broken, what = True, "closed"
-            if broken:
-                _dup2(self.saved[descriptor], descriptor)
+            if what := self._repair_descriptor(descriptor):
                 notes.append(f"fd {descriptor} had been {what} by an earlier cell")
             own = getattr(self, name)
             try:
@@ -332,7 +325,22 @@ class Streams:
             if getattr(sys, name, None) is not own:
                 setattr(sys, name, own)
                 notes.append(f"sys.{name} had been replaced by an earlier cell")
+        for descriptor in (1, 2):
+            # The replaced object may have been a file under this very number, which its end has closed.
+            self._repair_descriptor(descriptor)
         return notes
+
+    def _repair_descriptor(self, descriptor: int) -> str:
+        """Makes the descriptor ours again; says what was wrong, or ""."""
+        try:
+            status = _fstat(descriptor)
+            if (status.st_dev, status.st_ino) == self.identity[descriptor]:
+                return ""
+            what = "redirected"
+        except OSError:
+            what = "closed"
+        _dup2(self.saved[descriptor], descriptor)
+        return what
 
     def flush(self) -> None:
         """Everything written so far reaches the pipes: the user's own stream objects, ours, and C stdio."""
