@@ -8,7 +8,7 @@ programs that reserve address space; RLIMIT_RSS, since Linux ignores it; RLIMIT_
 and a sandbox may idle for hours.
 
 Counters kept per user (NPROC, SIGPENDING, MSGQUEUE, MEMLOCK) are counted per user namespace since Linux 5.14, so
-sandboxes of one uid do not eat each other's; what they use also counts in the namespaces above.
+a sandbox has a limit of its own; what it uses also counts in the namespaces above, so limits have to stay small.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MIB = 1024 * 1024
 STACK_SOFT = 8 * MIB  # Linux's default; also the size of each thread's stack in glibc
 STACK_HARD = 64 * MIB
 MEMORY_LOCKED = 64 * 1024
-QUEUE_BYTES = 819_200  # Linux's default: nine POSIX queues of default size
-SIGNALS_PENDING = 1024
+QUEUE_BYTES = 0  # no POSIX message queues
+SIGNALS_PENDING = 256
 
 
 def for_policy(pids, open_files, file_size, memory=None, memory_mode="hard", data_baseline=0) -> dict:
@@ -45,7 +45,9 @@ def for_policy(pids, open_files, file_size, memory=None, memory_mode="hard", dat
         "STACK": [STACK_SOFT, STACK_HARD],
         # Locked pages cannot be reclaimed; keyrings and crypto libraries want a few.
         "MEMLOCK": [MEMORY_LOCKED, MEMORY_LOCKED],
-        # Queued messages and signals are kernel memory.
+        # Queued messages and signals are kernel memory, and count for the owner of the namespaces too: with Linux's
+        # default of 819200 bytes one sandbox left no queue for its neighbours or for the host's own user. Each POSIX
+        # timer holds one pending signal.
         "MSGQUEUE": [QUEUE_BYTES, QUEUE_BYTES],
         "SIGPENDING": [SIGNALS_PENDING, SIGNALS_PENDING],
         # No real-time scheduling and no negative nice values: both would outrun the host.
