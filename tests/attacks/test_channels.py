@@ -39,8 +39,8 @@ def test_an_earlier_cell_cannot_answer_for_a_later_one(make, by):
     assert box.run_code(FORGER + start + "\nlen(sockets)").error is None
     peeked = False
     for turn in range(20):
-        execution = box.run_code(f"import time; time.sleep(0.02); 'genuine {turn}'", timeout=10)
-        assert execution.text == repr(f"genuine {turn}"), execution
+        execution = box.run_code(f"import time; time.sleep(0.02); {turn} + 1000", timeout=10)
+        assert execution.text == str(turn + 1000), execution
         assert execution.execution_count != 77
         peeked = peeked or box.files.exists("/tmp/peeked")
         if peeked and turn > 3:
@@ -55,10 +55,10 @@ def test_messages_with_guessed_and_old_tokens_are_dropped(make):
 for secret in [bytes(16), b"\\xff" * 16, *(os.urandom(16) for _ in range(50))]:
     for kind in (1, 2, 3, 4, 0, 255):
         os.write(sockets[0], struct.pack("!IB16s", 2, kind, secret) + b"{}")
-"own"
+6 * 7
 '''
     execution = box.run_code(code, timeout=10)
-    assert execution.text == "'own'" and len(execution.results) == 1 and execution.error is None
+    assert execution.text == "42" and len(execution.results) == 1 and execution.error is None
     assert_answers(box)
 
 

@@ -17,7 +17,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 say("threads", len(seen))
-say("subprocess", subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout.strip())
+say("subprocess", subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, check=True).stdout.strip())
 pointer = ctypes.c_void_p()
 say("getifaddrs", ctypes.CDLL(None).getifaddrs(ctypes.byref(pointer)))
 with socket.create_server(("127.0.0.1", 0)) as server:
@@ -32,3 +32,6 @@ with tempfile.TemporaryDirectory() as directory:
         file.write("x")
     os.rename(path, path + "2")
     say("files", os.listdir(directory))
+for path in ("/dev/stdout", "/dev/stderr"):
+    with open(path, "a") as again:
+        again.write("\n")
