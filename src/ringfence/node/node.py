@@ -29,6 +29,7 @@ from ringfence.stream.waiting import Pending, wait_for
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
 TEMPLATE_PATIENCE = 600.0  # seconds; the first use of a template copies and compiles its packages
 SPARES = 8  # network namespaces and control groups that are made ahead, each used once
+REFILL_PAUSE = 0.02  # seconds a pool that is not empty leaves the processors to whoever took from it
 DEATH_PATIENCE = 0.25  # seconds the I/O thread waits for the launcher's word on why a stream ended
 
 _DEATHS = {
@@ -496,11 +497,13 @@ class Pool:
         self._spec = spec
         self._waiting: deque[Handle] = deque()
         self.size = 0
+        self._taken = 0.0
 
     def waiting(self) -> list[Handle]:
         return list(self._waiting)
 
     def take(self) -> Handle | None:
+        self._taken = time.monotonic()
         while self._waiting:
             try:
                 handle = self._waiting.popleft()
@@ -532,6 +535,10 @@ class Pool:
         from ringfence.stream.waiting import run_sync
 
         while len(self._waiting) < self.size:
+            rest = self._taken + REFILL_PAUSE - time.monotonic()
+            if self._waiting and rest > 0:
+                time.sleep(rest)
+                continue
             handle = run_sync(self._node._create(self._spec, prefork=True))
             if len(self._waiting) < self.size:
                 self._waiting.append(handle)

@@ -295,6 +295,7 @@ class Connection:
         features: tuple[str, ...] = (),
     ) -> None:
         self.ready: Pending[dict[str, Any]] = Pending()
+        self.ready.pump = self
         self.last_activity = time.monotonic()
         """When something last arrived or a channel was opened (time.monotonic())."""
         self._lock = threading.Lock()

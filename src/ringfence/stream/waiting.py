@@ -51,7 +51,7 @@ class Pending(Generic[T]):
     completes, so waiting for one raises WrongProcessError.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gate", "_generation", "_lock", "_value")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_gate", "_generation", "_lock", "_value", "pump")
 
     def __init__(self) -> None:
         self._lock = _allocate_lock()
@@ -61,6 +61,8 @@ class Pending(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._generation = _generation
+        self.pump: Pump | None = None
+        """Who can bring the value about, for a thread that waits for it under `run_sync` without a pump of its own."""
 
     def set_result(self, value: T) -> bool:
         """Completes with `value`. False, and no effect, when it was complete already."""
@@ -506,8 +508,9 @@ def _drive(
             continue
         while True:
             try:
-                if pump is not None and not pending._done:
-                    pump.lead(pending, deadline, guard)
+                leader = pump or pending.pump
+                if leader is not None and not pending._done:
+                    leader.lead(pending, deadline, guard)
                 if guard is None:
                     pending._block(None if deadline is None else deadline - _monotonic())
                 else:
