@@ -207,8 +207,8 @@ def test_hostile_start_up_files_touch_neither_agent_nor_fresh_kernels(make):
     box.files.list("/", depth=2)
     box.commands.run("true")
     assert [entry.name for entry in box.files.list("/tmp") if entry.name.startswith("owned")] == []
-    assert box.commands.run(["python3", "-c", "import sitecustomize"]).exit_code == 0  # the control: it does fire
-    assert box.files.exists("/tmp/owned-sitecustomize")
+    assert box.commands.run(["python3", "-c", "import IPython"]).exit_code == 0  # the control: it does fire
+    assert box.files.exists("/tmp/owned-IPython")
 
 
 @pytest.mark.parametrize("variable", ["LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "LD_LIBRARY_PATH", "PYTHONINSPECT"])
