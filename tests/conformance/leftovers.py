@@ -71,7 +71,8 @@ def mounts() -> set[str]:
     return set(Path("/proc/self/mountinfo").read_text().splitlines())
 
 
-_OF_TOOLS = ("ringfence-bench", "ringfence-as-user", "ringfence-demo")
+# Made and removed by the project's other programs and tests, which may run meanwhile.
+_OF_TOOLS = ("ringfence-bench", "ringfence-as-user", "ringfence-demo", "ringfence-sink", "ringfence-test")
 
 
 def files() -> set[str]:
@@ -110,11 +111,11 @@ class Traces:
     def left(self) -> list[str]:
         """What of it is there now. Files and mounts count that are new since then."""
         found = [
-            f"process {pid}: {_command(pid)}"
+            f"process {pid}: {command_of(pid)}"
             for pid, started in self.processes.items()
             if start_time(pid) == started
         ]
-        found += [f"process {pid}: {_command(pid)}" for pid in descendants(self.launcher)]
+        found += [f"process {pid}: {command_of(pid)}" for pid in descendants(self.launcher)]
         found += [f"group {path}" for path in groups_of(self.launcher)]
         found += [f"file {path}" for path in files() - self.files]
         found += [f"mount {line}" for line in mounts() - self.mounts]
@@ -128,7 +129,7 @@ class Traces:
         assert not left, "left behind: " + "; ".join(left)
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
     except OSError:

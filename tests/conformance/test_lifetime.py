@@ -317,8 +317,8 @@ Sandbox("plain").kill()
 ready()
 count = 0
 while count < 6:
-    threading.Timer(0.001 * (1 + 3 * count), os.kill, [os.getpid(), signal.SIGINT]).start()
     try:
+        threading.Timer(0.001 * (1 + 3 * count), os.kill, [os.getpid(), signal.SIGINT]).start()
         Sandbox("plain")
         time.sleep(1)
     except KeyboardInterrupt:

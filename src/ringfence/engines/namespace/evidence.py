@@ -37,15 +37,21 @@ def gather(
     quiet = " - overlay " in system
     rows.append(["system directories", "hard" if quiet else "none", "/usr is read-only; sockets and FIFOs of the host below it are dead" if quiet else "/usr is read-only, but sockets and FIFOs of the host below it are live"])
     sized = [line.split()[4] for line in mountinfo if " tmpfs " in line and "size=" in line]
-    rows.append(["disk", "hard", f"{limits['disk']} bytes"])
+    rows.append(["disk", "hard" if " overlay " in root else "none", f"{limits['disk']} bytes"])
     rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])
     for name, key in (("memory", "memory"), ("cpus", "cpus"), ("pids", "pids")):
         strength, why = report[key][0], report[key][1]
-        rows.append([f"limit {name}", strength, f"{limits[name]}: {why}"])
+        detail = f"{limits[name]}: {why}"
+        if name == "memory" and strength == "hard":
+            files = limits["disk"] + limits["tmp"]
+            detail += f"; the group holds {limits['memory'] + files} bytes, since files (disk and tmp) are charged to it too"
+        rows.append([f"limit {name}", strength, detail])
     rlimits = _read(f"/proc/{pid}/limits")
     for name, label in (("open_files", "Max open files"), ("file_size", "Max file size")):
         line = next((line for line in rlimits.splitlines() if line.startswith(label)), "")
-        rows.append([f"limit {name}", "hard" if str(limits[name]) in line or line else "none", " ".join(line.split()[-3:-1])])
+        soft, hard = (line.split()[-3:-1] + ["?", "?"])[:2]
+        held = hard.isdigit() and int(hard) <= limits[name]
+        rows.append([f"limit {name}", "hard" if held else "none", f"{soft}, and {hard} at most"])
     rows.append(["limit max_age", "hard", f"{limits['max_age']} s, kept by the launcher"])
     return rows
 
