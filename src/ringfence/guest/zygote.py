@@ -12,6 +12,7 @@ passes through as a descriptor and is never read here.
 
 from __future__ import annotations
 
+import _socket
 import ctypes
 import gc
 import json
@@ -93,7 +94,7 @@ class Zygote:
         self._create(request, descriptors)
 
     def _create(self, request: dict, descriptors: list[int]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         born = descriptors.pop(1) if request["born"] else -1
         network = self.networks.pop() if self.networks else -1
         try:
@@ -119,7 +120,8 @@ class Zygote:
     def _child(self, request: dict, descriptors: list[int], network: int, mapping: socket.socket) -> None:
         """In the new process: confine it, then be the agent. Never returns."""
         try:
-            stream = socket.socket(fileno=descriptors[0])
+            # The C socket: that of `socket` turns numbers into enumerations, and copies dozens of pages for it.
+            stream: Any = _socket.socket(fileno=descriptors[0])
             try:
                 confine.confine(request, descriptors[1:], network, stream, mapping, self.prepared)
             except confine.ConfinementError as error:

@@ -8,11 +8,11 @@ order. Standard library only.
 
 from __future__ import annotations
 
+import _socket  # the C socket: that of `socket` turns numbers into enumerations, which a forking zygote pays for
 import ctypes
 import fcntl
 import os
 import signal
-import socket
 import struct
 
 from ringfence.linux import numbers
@@ -35,6 +35,7 @@ _PR_GET_TID_ADDRESS = 40
 _CLONE = numbers.table(numbers.architecture())["clone"]
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 0x1
+_LOOPBACK_UP = struct.pack("16sH22x", b"lo", _IFF_UP)
 
 
 class _CloneArguments(ctypes.Structure):
@@ -181,8 +182,11 @@ def _write(path: str, text: str) -> None:
 
 def raise_loopback() -> None:
     """Bring `lo` up in the current network namespace, which gives it 127.0.0.1 and ::1."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
+    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+    try:
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, _LOOPBACK_UP)
+    finally:
+        probe.close()
 
 
 def set_host_name(name: str) -> None:
