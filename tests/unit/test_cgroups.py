@@ -722,7 +722,7 @@ def test_closing_the_pool_kills_and_removes_everything(real):
 
 
 def test_groups_of_a_killed_owner_are_found_and_removed(real):
-    prefix = "ringfence-test-sweep"
+    prefix = f"ringfence-test-sweep-{os.getpid()}"  # other runs on this machine have leftovers of their own
     ready, tell = os.pipe()
 
     def owner():
@@ -744,11 +744,14 @@ def test_groups_of_a_killed_owner_are_found_and_removed(real):
         assert cgroups.leftovers(real, prefix) == []
     os.close(ready)
     os.close(tell)
-    found = cgroups.leftovers(real, prefix)
-    assert len(found) == len(real.trees)
-    assert sorted(cgroups.sweep(real, prefix)) == found
-    assert cgroups.leftovers(real, prefix) == []
-    wait_until(lambda: not os.path.exists(f"/proc/{orphan}") or state_of(orphan)[0] == "Z")
+    try:
+        found = cgroups.leftovers(real, prefix)
+        assert len(found) == len(real.trees)
+        assert sorted(cgroups.sweep(real, prefix)) == found
+        assert cgroups.leftovers(real, prefix) == []
+        wait_until(lambda: not os.path.exists(f"/proc/{orphan}") or state_of(orphan)[0] == "Z")
+    finally:
+        cgroups.sweep(real, prefix)  # a frozen leftover would hold the terminal of a failed run for ever
 
 
 # -- the real thing: v2's core -----------------------------------------------------------------------------------
