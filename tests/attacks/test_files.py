@@ -108,7 +108,7 @@ HOSTILE_PATHS = (
 
 
 def test_host_paths_given_to_the_file_calls_end_inside(box, planted):
-    token, files = planted
+    _, files = planted
     box.commands.run("ln -sfn / link")
     for path in files:
         for shape in HOSTILE_PATHS:
@@ -149,10 +149,10 @@ def test_a_name_that_changes_under_the_host_is_never_followed_out(make, planted)
     token, files = planted
     box = make()
     swap = (
-        "import os\nos.makedirs('swap/real'); open('swap/real/secret', 'w').write('inside')\nos.symlink(%r, 'swap/out')\n"
+        "import os\nos.makedirs('swap/real'); open('swap/real/secret', 'w').write('inside')\nos.symlink(PLACE, 'swap/out')\n"
         "os.mkfifo('swap/fifo')\nos.symlink('real', 'swap/now')\nnames = ['out', 'real', 'fifo']\nn = 0\nprint('swapping', flush=True)\n"
-        "while True:\n  n += 1\n  os.symlink(names[n %% 3], 'swap/next'); os.rename('swap/next', 'swap/now')" % str(files[-1].parent)
-    )
+        "while True:\n  n += 1\n  os.symlink(names[n % 3], 'swap/next'); os.rename('swap/next', 'swap/now')"
+    ).replace("PLACE", repr(str(files[-1].parent)))
     handle = until(box.commands.run(["python3", "-c", swap], background=True), "swapping")
     before = sorted(path.name for path in files[-1].parent.iterdir())
     outcomes = {"inside": 0, "refused": 0}

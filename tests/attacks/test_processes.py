@@ -20,11 +20,11 @@ def test_host_processes_cannot_be_seen_read_or_signalled(box, victim):
     assert all(found[f"/proc/{pid}/{name}"] in ("ENOENT", "EACCES") for name in INSIDES)
     code = (
         "import os\nreached = []\n"
-        "for pid in list(range(2, 70000)) + [%d]:\n"
+        f"for pid in [*range(2, 70000), {pid}]:\n"
         "    try: os.kill(pid, 0); reached.append(pid)\n"
         "    except OSError: pass\n"
         "alive = [int(name) for name in os.listdir('/proc') if name.isdigit()]\n"
-        "print(set(reached) <= set(alive), len(alive) < 20)" % pid
+        "print(set(reached) <= set(alive), len(alive) < 20)"
     )
     assert box.commands.run(["python3", "-c", code]).stdout == "True True\n"
     # The host's own file of that process holds the canary; nothing the sandbox can open does.

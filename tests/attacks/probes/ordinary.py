@@ -20,12 +20,12 @@ say("threads", len(seen))
 say("subprocess", subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, check=True).stdout.strip())
 pointer = ctypes.c_void_p()
 say("getifaddrs", ctypes.CDLL(None).getifaddrs(ctypes.byref(pointer)))
-with socket.create_server(("127.0.0.1", 0)) as server:
-    with socket.create_connection(server.getsockname(), timeout=5) as client:
-        other, _ = server.accept()
-        other.sendall(b"own loopback")
-        other.close()
-        say("loopback", client.recv(100).decode())
+server = socket.create_server(("127.0.0.1", 0))
+with server, socket.create_connection(server.getsockname(), timeout=5) as client:
+    other, _ = server.accept()
+    other.sendall(b"own loopback")
+    other.close()
+    say("loopback", client.recv(100).decode())
 with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "file")
     with open(path, "w") as file:

@@ -1,4 +1,5 @@
 """Walks /proc: what can be opened for writing, what tells about the machine, and other processes' insides."""
+# ruff: noqa: UP031
 
 import os
 import stat

@@ -1,4 +1,5 @@
 """Tries to deliver a token to each address given: tcp:HOST:PORT, udp:HOST:PORT, unix:PATH, abstract:NAME, fifo:PATH."""
+# ruff: noqa: B023 (the lambdas are called at once)
 
 import os
 import socket

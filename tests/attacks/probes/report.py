@@ -2,6 +2,7 @@
 
 Python 3.9 and the standard library, since the probes run on whatever Python a sandbox has.
 """
+# ruff: noqa: UP031
 
 import ctypes
 import errno

@@ -1,4 +1,5 @@
 """Every family, type and protocol of socket(2), and every netlink protocol."""
+# ruff: noqa: UP031
 
 import socket
 
@@ -15,7 +16,7 @@ def door(family, kind, protocol=0):
 for name, family in FAMILIES.items():
     for kind in (1, 2, 3, 5):
         attempt("%s %d" % (name, kind), door(family, kind))
-for protocol in range(0, 24):
+for protocol in range(24):
     attempt("netlink %d" % protocol, door(16, 3, protocol))
 for name, family, kind, protocol in (
     ("raw icmp", 2, 3, 1), ("ping", 2, 2, 1), ("sctp", 2, 1, 132), ("mptcp", 2, 1, 262), ("udplite", 2, 2, 136),

@@ -3,6 +3,7 @@
 The kernel's own EFAULT, EBADF, ESRCH or EINVAL means that the call got through; EPERM or ENOSYS that it was stopped.
 A new call is one line more in NUMBERS. The numbers of x86-64 and aarch64 are the same from 424 on.
 """
+# ruff: noqa: UP031
 
 import ctypes
 import os
