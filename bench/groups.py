@@ -239,7 +239,7 @@ def whole(quick: bool) -> Group:
 
     run = Case("ours: ringfence run -c 'print(1)'", lambda: peers.quiet([_PROGRAM, "run", "-c", "print(1)"]))
     base = Case("ours: import ringfence to first result, base", first("base", "1+1"), every=3)
-    full = Case("ours: import ringfence to first result, data", first("data", PANDAS_CELL), every=5)
+    full = Case("ours: import ringfence to first result, data", first("data", PANDAS_CELL), every=10)
     bwrap = _command(group, "(b) bwrap python3 -c 'print(1)'", peers.plain_python)
     group.cases = take_turns([run, base, full] + ([bwrap] if bwrap else []), rounds, warm=1)
     group.line("`ringfence run -c 'print(1)'`, the whole process", _ratio(run, bwrap), "x (b)", bound=6.0)

@@ -19,7 +19,6 @@ import array
 import errno
 import json
 import os
-import shutil
 import socket
 import stat
 import struct
@@ -611,6 +610,8 @@ def remove_tree(path: bytes) -> None:
 
 def _move_across(source: bytes, target: bytes) -> None:
     """rename(2) between file systems: copy beside the target, rename, remove the source."""
+    import shutil  # which loads three compression libraries
+
     directory = os.path.dirname(target) or b"/"
     temporary = directory + b"/" + temporary_name()
     status = os.lstat(source)

@@ -22,7 +22,7 @@ import socket
 import sys
 from typing import Any
 
-from ringfence.guest import agent, confine, rehearsal
+from ringfence.guest import agent, confine
 from ringfence.linux import filters, landlock, namespaces, seccomp
 from ringfence.linux.syscalls import libc, prctl
 
@@ -235,6 +235,7 @@ def main(control_descriptor: int) -> None:
     settings = json.loads(control.recv(1 << 16))
     problems: list[str] = []
     if settings["modules"] is not None:
+        gc.enable()
         from ringfence.guest import python_kernel
 
         _lend_font_list()
@@ -242,13 +243,21 @@ def main(control_descriptor: int) -> None:
         _take_back_font_list()
     libc.prctl(PR_SET_NAME, b"ringfence-zygot", 0, 0, 0)
     zygote = Zygote(control, settings, problems)
+    if settings["networks"]:  # else this zygote is for one sandbox, and what would be made ahead is not worth it
+        _make_ready(settings)
+    zygote.serve()
+
+
+def _make_ready(settings: dict) -> None:
+    """What makes forks cheaper. A failure only costs speed."""
+    from ringfence.guest import rehearsal
+
     try:
         rehearsal.rehearse(settings["single"], settings["modules"] is not None)
-    except Exception:  # it only costs speed
+    except Exception:
         if os.environ.get("RINGFENCE_DEBUG"):
             raise
     gc.collect()
     gc.disable()
     gc.freeze()
     collapse_heap()
-    zygote.serve()

@@ -252,7 +252,8 @@ class Launcher:
         }
         if request["library"]:
             environment["LD_LIBRARY_PATH"] = request["library"]
-        code = "import sys; sys.path.append('/opt/ringfence'); from ringfence.guest.zygote import main; main(3)"
+        # Collections while modules load find nothing and take a fifth of the time; the zygote turns them on again.
+        code = "import gc; gc.disable(); import sys; sys.path.append('/opt/ringfence'); from ringfence.guest.zygote import main; main(3)"
         flags = ["-I", "-S"] if request["isolated"] else ["-I"]
         try:
             spawned = spawn.spawn(plan, request["sources"], request["masks"], [request["python"], *flags, "-c", code], environment, "sandbox")
