@@ -110,7 +110,7 @@ class _Pooled:
 def start(quick: bool) -> Group:
     """Bullets 1 and 2 for `base`: a whole cycle, and one from a pre-created sandbox."""
     group = Group("start")
-    rounds = 15 if quick else 50
+    rounds = 6 if quick else 20
     ours = Case("ours: Sandbox(), run_code('1+1'), kill()", _fresh("base", "1+1"))
     pooled_call = _Pooled("base", "1+1", 2)
     pooled = Case("ours: the same, pre-created", pooled_call, after=pooled_call.refill)
@@ -132,13 +132,13 @@ def start(quick: bool) -> Group:
         else:
             cases.append(Case(name, lambda command=command: peers.quiet(command), every=10))
     try:
-        group.cases = take_turns(cases, rounds)
+        group.cases = take_turns(cases, rounds, burst=3)
     finally:
         pooled_call.close()
         if floor_program is not None:
             floor_program.close()
     first = Case("ours: pre-created, to the first result", lambda: None)
-    first.samples = pooled_call.all[-len(pooled.samples):]
+    first.samples = pooled_call.all[-len(pooled.samples) :]
     group.cases[first.name] = first
     group.line("`Sandbox()` + `run_code('1+1')` + `kill()`, no pool", _ratio(ours, bwrap), "x (b)", bound=0.8, aim=0.5)
     group.line("the same, pre-created sandbox", _ratio(pooled, bwrap), "x (b)", bound=0.2, aim=0.1)
@@ -199,7 +199,7 @@ def data(quick: bool) -> Group:
 def live(quick: bool) -> Group:
     """Bullet 3: a session that is up."""
     group = Group("live")
-    rounds = 60 if quick else 250
+    rounds = 5 if quick else 20
     with Sandbox() as sandbox:
         sandbox.run_code("1+1")
         code = Case("ours: run_code('1+1')", lambda: sandbox.run_code("1+1"))
@@ -207,7 +207,7 @@ def live(quick: bool) -> Group:
         program = Case("ours: commands.run(['true'])", lambda: sandbox.commands.run(["true"]))
         plain_shell = Case("subprocess.run(['bash', '-c', 'true'])", lambda: peers.quiet(["bash", "-c", "true"]))
         plain = Case("subprocess.run(['true'])", lambda: peers.quiet(["true"]))
-        group.cases = take_turns([code, plain_shell, shell, plain, program], rounds, warm=5)
+        group.cases = take_turns([code, plain_shell, shell, plain, program], rounds, burst=20)
     group.line("`run_code('1+1')` in a live session, sync facade", code.median, "ms", bound=1.5, aim=0.7)
     group.line("`commands.run('true')`", _ratio(shell, plain_shell), "x subprocess bash -c true", bound=2.0)
     group.line("`commands.run(['true'])`", _ratio(program, plain), "x subprocess true", bound=2.5)

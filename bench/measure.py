@@ -40,8 +40,12 @@ class Case:
         return min(self.samples)
 
 
-def take_turns(cases: list[Case], rounds: int, warm: int = 2) -> dict[str, Case]:
-    """Measure every case `rounds` times, one after the other in each round. Returns them by name."""
+def take_turns(cases: list[Case], rounds: int, warm: int = 2, burst: int = 1) -> dict[str, Case]:
+    """Measure every case `rounds` times, one after the other in each round. Returns them by name.
+
+    A turn is `burst` calls in a row, each of them a sample: a short call after a pause mostly measures how long an
+    idle processor of a virtual machine takes to wake up, for us and for the peers.
+    """
     for number in range(-warm, rounds):
         # The order changes from round to round: a case must not always follow the same neighbour.
         shift = number % len(cases)
@@ -49,15 +53,16 @@ def take_turns(cases: list[Case], rounds: int, warm: int = 2) -> dict[str, Case]
             if number % case.every and number >= 0:
                 continue
             gc.collect()
-            gc.disable()
-            begun = time.perf_counter()
-            own = case.run()
-            took = (time.perf_counter() - begun) * 1e3
-            gc.enable()
-            if case.after is not None:
-                case.after()
-            if number >= 0:
-                case.samples.append(own if isinstance(own, float) else took)
+            for _ in range(burst):
+                gc.disable()
+                begun = time.perf_counter()
+                own = case.run()
+                took = (time.perf_counter() - begun) * 1e3
+                gc.enable()
+                if case.after is not None:
+                    case.after()
+                if number >= 0:
+                    case.samples.append(own if isinstance(own, float) else took)
     return {case.name: case for case in cases}
 
 
