@@ -94,7 +94,8 @@ class Zygote:
         self._create(request, descriptors)
 
     def _create(self, request: dict, descriptors: list[int]) -> None:
-        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        pair: Any = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+        ours, theirs = pair
         born = descriptors.pop(1) if request["born"] else -1
         network = self.networks.pop() if self.networks else -1
         try:
