@@ -727,13 +727,13 @@ def test_groups_of_a_killed_owner_are_found_and_removed(real):
 
     def owner():
         group = cgroups.GroupPool(real, prefix=prefix).take(pids=10)
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             cgroups.attach(group.procs_fds())
-            os.write(tell, b"%d" % os.getpid())
             sleep()
         wait_until(lambda: not group.empty())
         group.freeze()  # a paused sandbox is the hardest leftover
-        os.write(tell, b" frozen")
+        os.write(tell, b"%d frozen" % child)
         sleep()
 
     with running(owner):
