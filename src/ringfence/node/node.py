@@ -22,7 +22,13 @@ from typing import Any
 from ringfence.engines.base import CellSpec, Enforced
 from ringfence.engines.namespace import engine as namespace_engine
 from ringfence.engines.namespace.client import Launcher, refusal
-from ringfence.errors import EngineError, InvalidArgumentError, RingfenceError, SandboxDeadError, WrongProcessError
+from ringfence.errors import (
+    EngineError,
+    InvalidArgumentError,
+    RingfenceError,
+    SandboxDeadError,
+    WrongProcessError,
+)
 from ringfence.stream.connection import Connection, Reactor, socket_pair
 from ringfence.stream.waiting import Pending, wait_for
 
@@ -258,7 +264,7 @@ class Node:
                 {
                     "do": "configure", "owner": os.getpid(), "pass_environment": _passed_environment(),
                     "spares": SPARES,
-                },  # fmt: skip
+                },
                 lambda answer: None,
             )
             return launcher
