@@ -210,3 +210,15 @@ def test_a_vanished_proc_means_nothing_is_left_and_an_unreadable_one_is_an_error
         watcher.over()
     watcher.proc = -1
     watcher.close()
+
+
+def test_a_machine_short_of_memory_is_seen(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    for total, available, short in (
+        (16 << 20, 15 << 20, False), (16 << 20, 900 << 10, False), (16 << 20, 700 << 10, True),
+        (1 << 20, 200 << 10, False), (1 << 20, 100 << 10, True),
+    ):  # fmt: skip
+        meminfo.write_text(f"MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {available} kB\nBuffers: 1 kB\n")
+        assert memory_watch.machine_is_short(str(meminfo)) is short, (total, available)
+    meminfo.write_text("MemTotal: 1000 kB\n")  # a kernel that does not say is not short
+    assert not memory_watch.machine_is_short(str(meminfo))

@@ -126,6 +126,27 @@ def _exists(proc: int, name: str) -> bool:
     return True
 
 
+MACHINE_FLOOR = 256 << 20  # bytes that must stay available on the machine, or a twentieth of it if that is more
+
+
+def machine_is_short(meminfo: str = "/proc/meminfo") -> bool:
+    """True when the machine's available memory is below the floor: the last line where no cgroup bounds a sandbox.
+
+    A sandbox can hold memory that no process shows (unix socket buffers, shared pages without a page table entry),
+    and the kernel's own out-of-memory killer would choose by processes, so it would choose wrongly.
+    """
+    total = available = 0
+    with open(meminfo, "rb") as file:
+        for line in file:
+            if line.startswith(b"MemTotal:"):
+                total = int(line.split()[1]) * 1024
+            elif line.startswith(b"MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+                break
+    # On a small machine a twentieth of it is the floor; the fixed number must not end every sandbox there.
+    return 0 < available < min(max(MACHINE_FLOOR, total // 20), total // 8)
+
+
 class MemoryWatch:
     """Watches one sandbox against `limit` bytes; the launcher calls `over` every 50 ms and kills on True.
 
