@@ -124,7 +124,8 @@ class AsyncCommandHandle:
         return await self._run(self._command.signal(number, tree))
 
     async def send_stdin(self, data: str | bytes, timeout: float | None = None) -> None:
-        """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read.
+        """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read:
+        by default the command's own timeout, or `limits.timeout` where it has none; 0: for ever.
 
         Raises NotFoundError when it has ended, TimeoutExceededError.
         """
@@ -295,9 +296,9 @@ class AsyncCommands:
         """Kill a command and everything it started; False when there is none with that pid."""
         return await self._run(self._core.commands.kill(pid))
 
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """Write to the input of a command. Raises NotFoundError."""
-        await self._run(self._core.commands.find(pid).send_stdin(data))
+    async def send_stdin(self, pid: int, data: str | bytes, timeout: float | None = None) -> None:
+        """Write to the input of a command, as `AsyncCommandHandle.send_stdin`. Raises NotFoundError."""
+        await self._run(self._core.commands.find(pid).send_stdin(data, timeout))
 
     async def close_stdin(self, pid: int) -> None:
         """End the input of a command. Raises NotFoundError."""
@@ -349,9 +350,9 @@ class AsyncPty:
         """Kill a terminal with everything on it; False when there is none with that pid."""
         return await self._run(self._core.commands.kill(pid))
 
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """Type on a terminal. Raises NotFoundError."""
-        await self._run(self._core.commands.find(pid).send_stdin(data))
+    async def send_stdin(self, pid: int, data: str | bytes, timeout: float | None = None) -> None:
+        """Type on a terminal, as `AsyncCommandHandle.send_stdin`. Raises NotFoundError."""
+        await self._run(self._core.commands.find(pid).send_stdin(data, timeout))
 
     async def resize(self, pid: int, size: PtySize) -> None:
         """Change the size of a terminal. Raises NotFoundError."""
@@ -718,8 +719,10 @@ class AsyncSandbox:
         """What it uses, as the host counts it: `memory` in bytes, `pids`, `oom_kills`, ..."""
         return await self._run(self._core.stats())
 
-    async def set_timeout(self, timeout: float) -> None:
-        """Let it end `timeout` seconds from now. Raises InvalidArgumentError beyond `limits.max_age` after its start."""
+    async def set_timeout(self, timeout: float | str) -> None:
+        """Let it end `timeout` (seconds, or a text such as `10min`) from now.
+
+        Raises InvalidArgumentError beyond `limits.max_age` after its start."""
         self._core.set_timeout(timeout)
 
     async def run_code(

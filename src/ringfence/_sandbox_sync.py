@@ -124,7 +124,8 @@ class CommandHandle:
         return self._run(self._command.signal(number, tree))
 
     def send_stdin(self, data: str | bytes, timeout: float | None = None) -> None:
-        """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read.
+        """Write to its input (needs `stdin=True` or a PTY). Waits, at most `timeout` seconds, while it does not read:
+        by default the command's own timeout, or `limits.timeout` where it has none; 0: for ever.
 
         Raises NotFoundError when it has ended, TimeoutExceededError.
         """
@@ -294,9 +295,9 @@ class Commands:
         """Kill a command and everything it started; False when there is none with that pid."""
         return self._run(self._core.commands.kill(pid))
 
-    def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """Write to the input of a command. Raises NotFoundError."""
-        self._run(self._core.commands.find(pid).send_stdin(data))
+    def send_stdin(self, pid: int, data: str | bytes, timeout: float | None = None) -> None:
+        """Write to the input of a command, as `CommandHandle.send_stdin`. Raises NotFoundError."""
+        self._run(self._core.commands.find(pid).send_stdin(data, timeout))
 
     def close_stdin(self, pid: int) -> None:
         """End the input of a command. Raises NotFoundError."""
@@ -347,9 +348,9 @@ class Pty:
         """Kill a terminal with everything on it; False when there is none with that pid."""
         return self._run(self._core.commands.kill(pid))
 
-    def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """Type on a terminal. Raises NotFoundError."""
-        self._run(self._core.commands.find(pid).send_stdin(data))
+    def send_stdin(self, pid: int, data: str | bytes, timeout: float | None = None) -> None:
+        """Type on a terminal, as `CommandHandle.send_stdin`. Raises NotFoundError."""
+        self._run(self._core.commands.find(pid).send_stdin(data, timeout))
 
     def resize(self, pid: int, size: PtySize) -> None:
         """Change the size of a terminal. Raises NotFoundError."""
@@ -708,8 +709,10 @@ class Sandbox:
         """What it uses, as the host counts it: `memory` in bytes, `pids`, `oom_kills`, ..."""
         return self._run(self._core.stats())
 
-    def set_timeout(self, timeout: float) -> None:
-        """Let it end `timeout` seconds from now. Raises InvalidArgumentError beyond `limits.max_age` after its start."""
+    def set_timeout(self, timeout: float | str) -> None:
+        """Let it end `timeout` (seconds, or a text such as `10min`) from now.
+
+        Raises InvalidArgumentError beyond `limits.max_age` after its start."""
         self._core.set_timeout(timeout)
 
     def run_code(

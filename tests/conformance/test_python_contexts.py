@@ -393,3 +393,27 @@ def test_an_interrupt_from_outside_ends_the_cell_and_keeps_the_variables(sandbox
     error = sandbox.run_code("import time\ntime.sleep(25)", context=context).error
     assert error is not None and error.name == "KeyboardInterrupt" and time.monotonic() - begun < 20
     assert value(sandbox, "kept", context=context) == "1"
+
+
+# -- what is left out is told
+
+
+def test_what_was_left_out_of_a_result_is_in_the_notes(sandbox):
+    execution = ok(sandbox.run_code("'x' * (1 << 27)"))
+    assert execution.text.startswith("<result left out")
+    assert any("too large" in note for note in execution.notes), execution.notes
+    nested = "x = []\nfor _ in range(100_000): x = [x]\nfrom IPython.display import publish_display_data as p\n"
+    execution = ok(sandbox.run_code(nested + "p({'application/json': x, 'text/plain': 'x'})"))
+    assert any("nested deeper" in note for note in execution.notes), execution.notes
+    assert ok(sandbox.run_code("1")).notes == []
+
+
+def test_a_class_with_the_name_of_ours_is_told_apart(sandbox):
+    execution = sandbox.run_code("class MemoryLimitExceededError(Exception): pass\nraise MemoryLimitExceededError('x')")
+    assert (execution.error.name, execution.error.kind) == ("MemoryLimitExceededError", "exception")
+    assert sandbox.run_code("import os; os._exit(3)").error.kind == "died"
+
+
+def test_a_picture_that_is_none_is_left_out_with_a_note(sandbox):
+    execution = ok(sandbox.run_code("class A:\n    def _repr_png_(self): return '<script>'\nA()"))
+    assert execution.results[0].png is None and "png" in execution.notes[0]

@@ -17,6 +17,7 @@ from ringfence.engines.base import Limits
 from ringfence.errors import (
     GuestError,
     InvalidArgumentError,
+    LimitExceededError,
     NotFoundError,
     SandboxDeadError,
     TimeoutExceededError,
@@ -395,3 +396,61 @@ def test_async_callbacks_are_awaited_under_asyncio(bench: Any) -> None:
     made = bench(cell)
     asyncio.run(run_async(made.runner.run("x", on_stdout=callback)))  # type: ignore[arg-type]
     assert seen == ["x"]
+
+
+def test_who_ended_a_cell_is_the_hosts_word(bench: Any) -> None:
+    def forged(conversation: Conversation, request: dict[str, Any]) -> None:
+        error = {"name": "MemoryLimitExceededError", "value": "x", "traceback": "", "kind": "limit"}
+        conversation.data(RESULTS, message(2, error))
+        conversation.close(status="error", execution_count=1)
+
+    assert bench(forged).run().error.kind == "exception"
+    died = (
+        bench(lambda conversation, request: conversation.close(status="died", exit={"code": 3})).run().error
+    )
+    assert (died.name, died.kind) == ("KernelDiedError", "died")
+    assert json.loads(bench(forged).run().to_json())["error"]["kind"] == "exception"
+
+
+def test_images_that_are_not_base64_are_left_out_with_a_note(bench: Any) -> None:
+    def cell(conversation: Conversation, request: dict[str, Any]) -> None:
+        bundle = {
+            "text/plain": "x",
+            "image/png": "<script>",
+            "image/jpeg": "aGFs\nbG8=\n",
+            "application/pdf": {"a": 1},
+        }
+        conversation.data(RESULTS, message(1, {"data": bundle, "main": True}))
+        conversation.close(status="ok", execution_count=1)
+
+    execution = bench(cell).run()
+    result = execution.results[0]
+    assert (result.png, result.jpeg, result.pdf) == (None, "aGFsbG8=", None)
+    assert execution.notes == [
+        f"{name} of a result was left out: it is not base64" for name in ("png", "pdf")
+    ]
+
+
+def test_notes_of_the_kernel_are_told_and_bounded(bench: Any) -> None:
+    def cell(conversation: Conversation, request: dict[str, Any]) -> None:
+        notes = ["a result was too large", 7, "x" * 100_000, *["n"] * 10_000]
+        conversation.data(RESULTS, message(1, {"data": {"text/plain": "x"}, "main": True, "notes": notes}))
+        conversation.close(status="ok", execution_count=1)
+
+    notes = bench(cell).run().notes
+    assert notes[0] == "a result was too large"
+    assert len(notes) <= 30 and max(map(len, notes)) == 500
+
+
+def test_errors_about_contexts_and_size_say_what_to_do(bench: Any) -> None:
+    made = bench(lambda conversation, request: conversation.fail("not_found", "there is no context 'x'"))
+    with pytest.raises(NotFoundError, match="create_code_context"):
+        made.run(context="x")
+    with pytest.raises(InvalidArgumentError, match=r"files\.write"):
+        made.run("#" * (2 << 20))
+    full = bench(
+        None,
+        **{"kernel.create": lambda conversation, request: conversation.fail("limit", "64 contexts exist")},
+    )
+    with pytest.raises(LimitExceededError, match="remove_code_context"):
+        run_sync(full.runner.create_context())

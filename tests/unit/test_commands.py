@@ -484,3 +484,19 @@ def test_cancelling_the_task_kills_the_command(bench: Any) -> None:
 
     asyncio.run(main())
     assert ended.wait(5)
+
+
+def test_an_input_that_nobody_reads_ends_with_the_time_of_the_command(bench: Any) -> None:
+    def program(conversation: Conversation, request: dict[str, Any]) -> None:
+        started(conversation)
+        time.sleep(3)
+        conversation.close(exit_code=0)
+
+    made = bench(program, limits=Limits(timeout=0.3))
+    begun = time.monotonic()
+    command = made.start(stdin=True)
+    with pytest.raises(TimeoutExceededError, match=r"0\.3 s"):
+        run_sync(command.send_stdin(b"x" * (16 << 20)))
+    assert time.monotonic() - begun < 2
+    with pytest.raises(InvalidArgumentError):
+        run_sync(command.send_stdin("x", timeout=-1))

@@ -78,14 +78,17 @@ def _default(value: Any) -> Any:
     return safe_text(value)
 
 
-def encode(value: Any) -> bytes:
-    """UTF-8 JSON of `value`, whatever it is: NaN becomes null, unknown objects become text, circles are cut."""
+def encode(value: Any, cuts: list[str] | None = None) -> bytes:
+    """UTF-8 JSON of `value`, whatever it is: NaN becomes null, unknown objects become text, circles are cut.
+
+    `cuts` gets a sentence when something was cut.
+    """
     try:
         if _make_encoder is None:
             raise ValueError
         parts = _make_encoder({}, _default, _quote, None, ": ", ", ", False, True, False)(value, 0)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        value = _clean(value, 0)
+        value = _clean(value, 0, [] if cuts is None else cuts)
         if _make_encoder is None:
             parts = [_python_encode(value)]
         else:
@@ -93,7 +96,7 @@ def encode(value: Any) -> bytes:
     return "".join(parts).encode("utf-8", "replace")
 
 
-def _clean(value: Any, depth: int) -> Any:
+def _clean(value: Any, depth: int, cuts: list[str]) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -103,12 +106,14 @@ def _clean(value: Any, depth: int) -> Any:
     if isinstance(value, float):
         return float.__float__(value) if value - value == 0 else None
     if depth > _JSON_DEPTH:
+        if not cuts:
+            cuts.append(f"JSON of a result was shortened: what is nested deeper than {_JSON_DEPTH} levels became '...'")
         return "..."
     if isinstance(value, dict):
-        return {str(key): _clean(item, depth + 1) for key, item in value.items()}
+        return {str(key): _clean(item, depth + 1, cuts) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(item, depth + 1) for item in value]
-    return _clean(_default(value), depth + 1)
+        return [_clean(item, depth + 1, cuts) for item in value]
+    return _clean(_default(value), depth + 1, cuts)
 
 
 def cut(text: str, limit: int) -> str:
@@ -152,14 +157,15 @@ def result_payload(bundle: dict[str, Any], metadata: dict[str, Any] | None, main
     message = {"data": data, "main": main, "metadata": metadata if isinstance(metadata, dict) else {}}
     if extra:
         message.update(extra)
-    payload = encode(message) if not sizes else None
+    cuts: list[str] = []
+    payload = encode(message, cuts) if not sizes else None
     while payload is None or len(payload) > limit:
         if payload is not None:
             if not data:
                 message["metadata"] = {}
                 payload = encode(message)
                 break
-            weights = {mime: len(value) if isinstance(value, str) else len(encode(value))
+            weights = {mime: len(value) if isinstance(value, str) else len(encode(value, cuts))
                        for mime, value in data.items()}
             largest = max(weights, key=lambda mime: weights[mime])
             sizes[largest] = weights[largest]
@@ -168,13 +174,19 @@ def result_payload(bundle: dict[str, Any], metadata: dict[str, Any] | None, main
             data["text/plain"] = (
                 f"<result left out: {max(sizes.values())} bytes are more than the limit of {limit} bytes>")
             if limit < 512:
-                payload = encode(message)
+                payload = encode(message, cuts)
                 break
-        payload = encode(message)
-    if not sizes:
-        return payload, []
-    parts = ", ".join(f"{mime} of {size} bytes" for mime, size in sizes.items())
-    return payload, [f"a result was too large (limit {limit} bytes): {parts} left out; print or save a part instead"]
+        payload = encode(message, cuts)
+    notes = cuts[:1]
+    if sizes:
+        parts = ", ".join(f"{mime[:100]} of {size} bytes" for mime, size in list(sizes.items())[:20])
+        notes.append(f"a result was too large (limit {limit} bytes): {parts} left out; print or save a part instead")
+    if notes:
+        # The host puts them into Execution.notes; a limit too small for them has its sentence in the text.
+        message["notes"] = notes
+        noted = encode(message)
+        payload = noted if len(noted) <= limit or len(payload) > limit else payload
+    return payload, notes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ringfence.errors import GuestError, InvalidArgumentError, NotFoundError, TimeoutExceededError
+from ringfence.errors import (
+    GuestError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NotFoundError,
+    TimeoutExceededError,
+)
 from ringfence.stream.checks import (
     check_callback,
     check_context_id,
@@ -150,7 +157,10 @@ class CodeRunner:
         try:
             session.open(request, cell)
         except ValueError as error:
-            raise InvalidArgumentError(f"the code cannot be sent: {error}") from error
+            raise InvalidArgumentError(
+                f"the code cannot be sent: {error}",
+                hint="write it to a file with files.write and run that (%run file.py); large data go into files too",
+            ) from error
         try:
             while True:
                 seen = cell.version
@@ -176,7 +186,8 @@ class CodeRunner:
         await consumer.finish()
         if cell.reply is None:
             raise await session.fail(cell, "run_code")
-        reply = await session.reply(cell, "run_code")
+        with _own_hints():
+            reply = await session.reply(cell, "run_code")
         await self._conclude(execution, reply, oom_kills, on_error)
         return execution
 
@@ -208,7 +219,9 @@ class CodeRunner:
         execution = consumer.execution
         execution.execution_count = integer_of(cell.reply or {}, "execution_count")
         if execution.error is None:
-            execution.error = ExecutionError("TimeoutExceededError", f"the cell ran longer than {limit:g} s")
+            execution.error = ExecutionError(
+                "TimeoutExceededError", f"the cell ran longer than {limit:g} s", kind="timeout"
+            )
         explained = {
             "interrupted": "it was interrupted; variables survive",
             "restarted": "it did not react to KeyboardInterrupt, so its kernel was replaced; variables are gone",
@@ -240,10 +253,10 @@ class CodeRunner:
         if status == "died":
             error = await self._epitaph(reply.get("exit"), oom_kills)
         elif status == "interrupted":
-            error = ExecutionError("KeyboardInterrupt", "")
+            error = ExecutionError("KeyboardInterrupt", "", kind="interrupted")
         elif status == "killed":
             error = ExecutionError(
-                "KernelDiedError", "the kernel was killed from outside; variables are gone"
+                "KernelDiedError", "the kernel was killed from outside; variables are gone", kind="killed"
             )
         elif status == "error":
             error = ExecutionError("UnknownError", "the kernel reported an error without its text")
@@ -262,13 +275,16 @@ class CodeRunner:
             return ExecutionError(
                 "MemoryLimitExceededError",
                 f"the kernel was killed: limits.memory of {memory >> 20} MiB was reached; variables are gone",
+                kind="limit",
             )
         if number:
             how = f"was killed by {signal_name(number)}"
         else:
             how = f"exited with code {integer_of(end, 'code', 0)}"
         return ExecutionError(
-            "KernelDiedError", f"the kernel {how}; variables are gone, the next cell gets a fresh one"
+            "KernelDiedError",
+            f"the kernel {how}; variables are gone, the next cell gets a fresh one",
+            kind="died",
         )
 
     async def create_context(
@@ -278,17 +294,16 @@ class CodeRunner:
         language = _check_language(language)
         identity = os.urandom(8).hex()
         cwd = "/home/user" if cwd is None else check_path(cwd, "cwd")
-        reply = await self._session.call(
-            {
-                "op": "kernel.create",
-                "context": identity,
-                "language": language,
-                "cwd": cwd,
-                "env": check_envs(envs),
-                "user": "user",
-            },
-            "create_code_context",
-        )
+        request = {
+            "op": "kernel.create",
+            "context": identity,
+            "language": language,
+            "cwd": cwd,
+            "env": check_envs(envs),
+            "user": "user",
+        }
+        with _own_hints():
+            reply = await self._session.call(request, "create_code_context")
         return Context(identity, language, cwd, integer_of(reply, "pid"))
 
     async def list_contexts(self) -> list[Context]:
@@ -312,9 +327,9 @@ class CodeRunner:
 
     async def restart_context(self, context: Context | str) -> None:
         """See `Sandbox.restart_code_context`."""
-        await self._session.call(
-            {"op": "kernel.restart", "context": check_context_id(context)}, "restart_code_context"
-        )
+        request = {"op": "kernel.restart", "context": check_context_id(context)}
+        with _own_hints():
+            await self._session.call(request, "restart_code_context")
 
     async def remove_context(self, context: Context | str) -> bool:
         """See `Sandbox.remove_code_context`."""
@@ -328,9 +343,23 @@ class CodeRunner:
 
     async def interrupt_context(self, context: Context | str) -> None:
         """See `Sandbox.interrupt_code_context`."""
-        await self._session.call(
-            {"op": "kernel.interrupt", "context": check_context_id(context)}, "interrupt_code_context"
-        )
+        request = {"op": "kernel.interrupt", "context": check_context_id(context)}
+        with _own_hints():
+            await self._session.call(request, "interrupt_code_context")
+
+
+@contextmanager
+def _own_hints() -> Iterator[None]:
+    """Errors about contexts name the calls of this side, which the guest does not know."""
+    try:
+        yield
+    except NotFoundError as error:
+        error.hint = "make one with create_code_context; list_code_contexts says which exist"
+        raise
+    except LimitExceededError as error:
+        if "contexts exist" in error.message:
+            error.hint = "end one with remove_code_context first"
+        raise
 
 
 class _Consumer:
@@ -405,7 +434,8 @@ class _Consumer:
             if kind == ResultParser.RESULT:
                 bundle = message.get("data")
                 if isinstance(bundle, dict):
-                    result = Result.from_bundle(bundle, message.get("main") is True)
+                    result = Result.from_bundle(bundle, message.get("main") is True, cell.parser.notes)
+                    cell.parser.take_notes(message.get("notes"))
                     self.execution.results.append(result)
                     if self._on_result is not None and not quiet:
                         await deliver(self._on_result, result)

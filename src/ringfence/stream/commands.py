@@ -394,7 +394,9 @@ class Command(Exchange):
         return True
 
     async def send_stdin(self, data: str | bytes, timeout: float | None = None) -> None:
-        """Write to the program's input. Waits while the program does not read, at most `timeout` seconds."""
+        """Write to the program's input. Waits while the program does not read, at most `timeout` seconds:
+        by default those of the command, or `limits.timeout` where it has none; 0: for ever."""
+        timeout = check_seconds(timeout, "timeout")
         if isinstance(data, str):
             data = data.encode("utf-8", "surrogateescape")
         elif isinstance(data, (bytearray, memoryview)):
@@ -407,14 +409,17 @@ class Command(Exchange):
             )
         if self.done or self.channel is None:
             raise NotFoundError(f"the command has ended: {self.name}")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            timeout = self.limit or self.session.limits.timeout
+        deadline = time.monotonic() + timeout if timeout else None
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE] if len(data) > _PIECE else data
             if not await self.session.send(self, _PTY if self.pty else _STDIN, piece, deadline):
                 if self.done:
                     return
                 raise TimeoutExceededError(
-                    f"the command did not read its input for {timeout:g} s: {self.name}",
+                    f"the command did not read its input for {timeout or 0.0:g} s: {self.name}",
+                    hint="pass a larger timeout (0: none); what was sent already may still be read",
                     what="send_stdin",
                     limit=timeout,
                     outcome="running",
@@ -551,7 +556,10 @@ class CommandRunner:
         try:
             self._session.open(request, command)
         except ValueError as error:
-            raise InvalidArgumentError(f"the command cannot be sent: {error}") from error
+            raise InvalidArgumentError(
+                f"the command cannot be sent: {error}",
+                hint="write what is large to a file with files.write and name that, or pass it as stdin",
+            ) from error
 
     async def run(
         self,

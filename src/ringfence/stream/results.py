@@ -7,6 +7,7 @@ text is made encodable, sizes and numbers are bounded before they are parsed (`R
 from __future__ import annotations
 
 import base64
+import binascii
 import enum
 import json
 import signal as signals
@@ -63,6 +64,8 @@ _TEXT_FIELDS = {
     "text/latex": "latex",
     "application/javascript": "javascript",
 }
+_BINARY_FIELDS = ("png", "jpeg", "pdf")
+_MAXIMUM_NOTES = 30
 _FORMATS = (
     "text",
     "html",
@@ -87,6 +90,18 @@ def clean_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def _base64_of(value: object) -> str | None:
+    """`value` without white space when it is base64, else None."""
+    if not isinstance(value, str) or not value.isascii():
+        return None
+    text = "".join(value.split())
+    try:
+        binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        return None
     return text
 
 
@@ -135,13 +150,20 @@ class Result:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_bundle(cls, bundle: Mapping[str, Any], main: bool = False) -> Result:
-        """Build from a MIME bundle of the guest. Values of a wrong type are left out."""
+    def from_bundle(
+        cls, bundle: Mapping[str, Any], main: bool = False, notes: list[str] | None = None
+    ) -> Result:
+        """Build from a MIME bundle of the guest. Values of a wrong type, and images that are not base64, are left
+        out, and `notes` says so."""
         result = cls(is_main_result=main)
         for mime, value in bundle.items():
             name = _TEXT_FIELDS.get(mime)
             if name is not None:
-                if isinstance(value, str):
+                if name in _BINARY_FIELDS:
+                    setattr(result, name, encoded := _base64_of(value))
+                    if encoded is None and notes is not None and len(notes) < _MAXIMUM_NOTES:
+                        notes.append(f"{name} of a result was left out: it is not base64")
+                elif isinstance(value, str):
                     value = clean_text(value)
                     if name == "text" and len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
                         value = value[1:-1]
@@ -167,7 +189,7 @@ class Result:
         return getattr(self, name) if name in _FORMATS else self.extra.get(name)
 
     def png_bytes(self) -> bytes | None:
-        """The PNG image itself, or None. Raises ValueError when the guest sent something that is not base64."""
+        """The PNG image itself, or None."""
         return None if self.png is None else base64.b64decode(self.png)
 
     def __str__(self) -> str:
@@ -209,12 +231,16 @@ class ExecutionError:
     """What ended a cell early: an exception of its code, or the end of its kernel.
 
     `name` is the exception's class; `KernelDiedError` when the process ended (`os._exit`, a crash) and
-    `MemoryLimitExceededError` when that was the out-of-memory killer's work.
+    `MemoryLimitExceededError` when that was the out-of-memory killer's work. Code can give its own classes these
+    names too; `kind`, which only the host sets, tells them apart: `exception` (raised by the code), `died` (the
+    process ended), `limit` (the memory limit was reached), `killed` (the kernel was replaced from outside),
+    `interrupted`, `timeout`.
     """
 
     name: str
     value: str
     traceback: str = ""
+    kind: str = "exception"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.value}" if self.value else self.name
@@ -239,7 +265,8 @@ class Logs:
 class Execution:
     """The outcome of `run_code`.
 
-    `notes` says in words what was left out (results beyond `limits.result` or beyond 10,000 in number) and
+    `notes` says in words what was left out (results or formats of them beyond `limits.result`, results beyond
+    10,000 in number, JSON nested too deep, images that are not base64) and
     `restarted` is True when the kernel was fresh because the one before had died.
     """
 
@@ -276,7 +303,12 @@ class Execution:
                 },
                 "error": None
                 if self.error is None
-                else {"name": self.error.name, "value": self.error.value, "traceback": self.error.traceback},
+                else {
+                    "name": self.error.name,
+                    "value": self.error.value,
+                    "traceback": self.error.traceback,
+                    "kind": self.error.kind,
+                },
                 "execution_count": self.execution_count,
                 "notes": self.notes,
             }
@@ -405,6 +437,14 @@ class ResultParser:
             self._drop("it is not well-formed")
             return None
         return message
+
+    def take_notes(self, notes: object) -> None:
+        """What the kernel says it left out of a result. Bounded, since it is the guest's word."""
+        if not isinstance(notes, list):
+            return
+        for note in notes[:_MAXIMUM_NOTES]:
+            if isinstance(note, str) and len(self.notes) < _MAXIMUM_NOTES:
+                self.notes.append(clean_text(note[:500]))
 
     def _drop(self, why: str) -> None:
         self.dropped += 1
