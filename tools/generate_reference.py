@@ -177,7 +177,7 @@ def command_line() -> str:
         f"| {FAILED} | Ringfence failed, or the sandbox could not be held here; a line beginning `ringfence:` says why |\n"
         f"| {NOT_RUNNABLE} | the command is there and cannot be executed |\n"
         f"| {NOT_FOUND} | there is no such command |\n"
-        "| 2 | arguments that make no sense |\n"
+        "| 2 | arguments that make no sense, such as `--timeout abc`, `--timeout 0` or `--memory 1`; the line says what would, sizes in MiB |\n"
     )
     return "\n".join(lines)
 

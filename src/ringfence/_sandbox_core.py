@@ -57,8 +57,9 @@ class SandboxOptions(TypedDict, total=False):
     """A policy, a dict, the name of a preset, or the path of a file. None: the default, `untrusted`."""
     engine: str | None
     """Name of the engine that must hold it; None: the best that the policy allows."""
-    timeout: float | None
-    """Seconds after which the sandbox ends, whatever it does; at most `max_age`, which is also the default."""
+    timeout: float | str | None
+    """Time after which the sandbox ends, whatever it does; at most `max_age`, which is also the default. What one
+    cell or command may take is `limits={"timeout": ...}`, or `timeout=` of the call."""
     envs: Mapping[str, str] | None
     """Environment variables of everything that runs in it."""
     metadata: Mapping[str, str] | None
@@ -112,6 +113,15 @@ class SandboxInfo:
         return self.expires_at
 
 
+def _seconds(value: Any) -> Any:
+    """A lifetime as seconds where it is a text such as `10min`; all else as it is, for `check_seconds` to judge."""
+    if not isinstance(value, str):
+        return value
+    from ringfence.policy.units import parse_duration
+
+    return parse_duration(value)
+
+
 def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, float | None]:
     """The specification that engines read, and the lifetime asked for in seconds.
 
@@ -147,7 +157,7 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
     if envs:
         fields["envs"] = envs
     spec = policy.compile(**fields)
-    timeout = check_seconds(options.get("timeout"), "timeout", zero=False)
+    timeout = check_seconds(_seconds(options.get("timeout")), "timeout", zero=False)
     if timeout is not None and timeout > spec.limits.max_age:
         raise InvalidArgumentError(
             f"timeout ({timeout:g} s) is longer than limits.max_age ({spec.limits.max_age:g} s)",
@@ -331,11 +341,11 @@ class SandboxCore:
             raise session.dead_error("stats")
         return await wait_for(session.handle.stats(), OPERATION_SECONDS)
 
-    def set_timeout(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float | str) -> None:
         """Let the sandbox end `seconds` from now. Raises InvalidArgumentError beyond limits.max_age."""
         import time
 
-        checked = check_seconds(seconds, "timeout")
+        checked = check_seconds(_seconds(seconds), "timeout")
         session = self.session
         if checked is None:
             raise InvalidArgumentError("timeout must be a number of seconds, not None")

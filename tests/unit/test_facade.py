@@ -237,11 +237,11 @@ def test_options_reach_the_specification() -> None:
             "cpus": 2,
             "limits": {"timeout": "2min", "memory": 5},
             "max_age": "2h",
-            "timeout": 5000,
+            "timeout": "1h",
         },
     )
     assert (spec.template, spec.limits.memory, spec.limits.cpus) == ("plain", 256 << 20, 2)
-    assert (spec.limits.timeout, spec.limits.max_age, timeout) == (120, 7200, 5000)
+    assert (spec.limits.timeout, spec.limits.max_age, timeout) == (120, 7200, 3600)
     spec, _ = build_spec("base", {"policy": {"limits": {"pids": 77}}, "output": "2MiB"})
     assert (spec.limits.pids, spec.limits.output) == (77, 2 << 20)
 

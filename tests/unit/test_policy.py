@@ -117,7 +117,9 @@ def test_every_field_is_described():
         ),
         ("limits: {timeout: 2h}", "p.yaml:1: limits", "max_age"),
         ("limits: {pids: '12'}", "p.yaml:1: limits.pids", "not a number"),
-        ("limits: {memory: 1}", "p.yaml:1: limits.memory", "16777216"),
+        ("limits: {memory: 20TiB}", "p.yaml:1: limits.memory", "at most 1TiB"),
+        ("limits: {max_age: 100000h}", "p.yaml:1: limits.max_age", "at most 3650d"),
+        ("limits: {memory: 1}", "p.yaml:1: limits.memory", "16MiB, not 1B"),
         ("root: true\nfilesystem: {workspace: {source: /x, mode: rw}}", "p.yaml", "exclude"),
         ("presets: [nothing]", "p.yaml:1: ", "no preset"),
         ("presets: data-analysis", "p.yaml:1: ", "list"),
@@ -205,3 +207,25 @@ def test_a_policy_survives_the_way_through_a_file():
     assert load(policy.to_dict()) == policy
     assert load("coding-agent").with_limits(memory="1GiB").limits.memory == 1 << 30
     assert load("coding-agent").with_limits(memory="1GiB").limits.timeout == 600
+
+
+def test_a_default_timeout_gives_way_to_a_shorter_age_and_one_that_was_asked_for_does_not():
+    assert load({"limits": {"max_age": 4}}).limits.timeout == 4
+    assert load().with_limits(max_age=4).limits.timeout == 4
+    assert load().with_limits(max_age=4).with_limits(max_age=60).limits.timeout == 30
+    assert load("coding-agent").with_limits(max_age="5min").limits.timeout == 300
+    assert load({"presets": ["coding-agent"], "limits": {"max_age": "5min"}}).limits.timeout == 300
+    with pytest.raises(PolicyError) as problem:
+        load({"limits": {"max_age": 4, "timeout": 5}})
+    assert '`limits={"timeout": ...}`' in problem.value.hint
+
+
+def test_whatever_limits_the_policy_lets_through_the_launcher_takes():
+    from ringfence.engines.namespace import grammar
+    from ringfence.policy.model import Limits
+
+    for name, check in grammar._LIMITS.items():
+        for part in Limits.model_fields[name].metadata:
+            for bound in ("ge", "le"):
+                if hasattr(part, bound):
+                    check(getattr(part, bound))

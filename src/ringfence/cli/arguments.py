@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 
 VALUE_OPTIONS = {
-    "--timeout": "the longest run, in seconds or as `2min`; `none` leaves it to limits.max_age [30s]",
-    "--memory": "memory of all its processes together, in bytes or as `1GiB` [512MiB]",
+    "--timeout": "the longest run, in seconds or as `2min`, above 0; `none` leaves it to limits.max_age [30s]",
+    "--memory": "memory of all its processes together, from 16 MiB, as `1GiB` or in bytes; files inside (disk and tmp) are charged to the same group [512MiB]",
     "--cpus": "processors; fractions are shares of one [1]",
     "--pids": "processes and threads at a time [100]",
-    "--disk": "what it may write outside /tmp, in bytes or as `1GiB` [200MiB]",
+    "--disk": "what it may write outside /tmp, from 1 MiB, as `1GiB` or in bytes [200MiB]",
     "--env": "a variable for the program, NAME=VALUE; NAME alone takes the caller's value; may be repeated",
     "--cwd": "the working directory inside [/home/user]",
     "--template": "`plain` (Python and its standard library), `base` or `data` (with numpy, pandas, matplotlib) [plain]",

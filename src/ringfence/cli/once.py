@@ -22,9 +22,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from ringfence.cli import precompiled
-from ringfence.cli.arguments import Request
+from ringfence.cli.arguments import Request, UsageError
 from ringfence.engines.namespace.client import PASSED_ENVIRONMENT, Launcher
 from ringfence.errors import EngineError, RingfenceError
 from ringfence.guest.protocol import (
@@ -42,6 +44,7 @@ from ringfence.guest.protocol import (
 from ringfence.node import environments
 
 TIMED_OUT, FAILED, NOT_RUNNABLE, NOT_FOUND = 124, 125, 126, 127
+MISUSED = 2  # arguments that make no sense
 IDENTIFIER = "once"
 START_PATIENCE = 60.0  # seconds until a guest that said nothing counts as failed
 DRAIN_PATIENCE = 2.0  # seconds a killed program's last output may take
@@ -89,33 +92,36 @@ class _Settings:
         self.policy = spec.policy_name
 
     def _take_limits(self, options: dict[str, str]) -> None:
-        from ringfence.errors import InvalidArgumentError
-        from ringfence.policy.units import parse_duration, parse_size
+        from ringfence.policy.units import format_duration, parse_duration, parse_size
 
-        def number(name: str, read, low: float) -> None:
-            if name not in options:
-                return
+        def read(name: str, parse: Callable[[str], Any], hint: str, low: float, high: float, show: Callable[[Any], str]) -> Any:
+            text = options[name]
             try:
-                value = read(options[name])
-            except (ValueError, OverflowError):
-                raise InvalidArgumentError(f"--{name} takes a number, not {options[name]!r}") from None
-            if not low <= value <= 1 << 50:
-                raise InvalidArgumentError(f"--{name} must be at least {low:g}, not {options[name]}")
-            self.limits[name] = value
+                value = parse(text)
+            except (ValueError, OverflowError) as error:
+                raise UsageError(f"--{name}: {error.args[0] if isinstance(error, RingfenceError) else f'{text!r} is not a number'}; {hint}") from None
+            if not low <= value <= high:
+                raise UsageError(f"--{name} must be between {show(low)} and {show(high)}, not {show(value)}; {hint}")
+            return value
 
-        number("memory", parse_size, 16 << 20)
-        number("disk", parse_size, 1 << 20)
-        number("cpus", float, 0.01)
-        number("pids", int, 8)
+        for name, parse, hint, low, high, show in (
+            ("memory", parse_size, "write 512MiB or 1GiB; a plain number is bytes", 16 << 20, 1 << 40, _mebibytes),
+            ("disk", parse_size, "write 512MiB or 1GiB; a plain number is bytes", 1 << 20, 1 << 40, _mebibytes),
+            ("cpus", float, "write 1 or 0.5", 0.01, 4096, "{:g}".format),
+            ("pids", int, "write a whole number", 8, 4_000_000, "{:,}".format),
+        ):
+            if name in options:
+                self.limits[name] = read(name, parse, hint, low, high, show)
         text = options.get("timeout")
         if text == "none":
             self.timeout = None
         elif text is not None:
-            self.timeout = parse_duration(text)
-            if self.timeout <= 0:
-                raise InvalidArgumentError("--timeout must be above 0", hint="write `none` for no deadline of its own")
+            hint = "write 30s or 2min, a plain number is seconds; `none` sets no deadline of its own"
+            seconds = read("timeout", parse_duration, hint, 0.001, 3650 * 86400, format_duration)
+            self.timeout = seconds
             # An explicit wish for a long run is a wish for a sandbox that lives as long.
-            self.limits["max_age"] = max(self.limits["max_age"], self.timeout + SLACK_AGE)
+            longest = min(seconds + SLACK_AGE, 3650 * 86400.0)
+            self.limits["max_age"] = max(self.limits["max_age"], longest)
 
 
 class _Failed(Exception):
@@ -507,6 +513,8 @@ def _perform(request: Request, early: tuple[int, int] | None) -> tuple[_Run | No
         run.start()
         run.loop()
         return run, run.finish()
+    except UsageError as error:
+        return run, (MISUSED, "usage", str(error), "")
     except RingfenceError as error:
         return run, (FAILED, "failure", error.message, error.hint)
     finally:
@@ -557,6 +565,10 @@ def _read_script(path: str) -> bytes:
         raise EngineError(
             f"cannot read {path}: {error.strerror}", hint="ringfence run takes a file, -c CODE, or - for standard input"
         ) from None
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count >> 20} MiB" if count % (1 << 20) == 0 else f"{count / (1 << 20):.6f}".rstrip("0") + " MiB"
 
 
 def _size(count: int) -> str:

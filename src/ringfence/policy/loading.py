@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ringfence.errors import PolicyError
 from ringfence.policy import presets
 from ringfence.policy.default import DefaultPolicy
-from ringfence.policy.model import Policy, nearest, policy_error
+from ringfence.policy.model import Policy, nearest, policy_error, shorten
 
 LARGEST_FILE = 1 << 20
 DEEPEST = 32
@@ -106,6 +106,10 @@ def _build(values: dict[str, Any], name: str, lines: dict[tuple[Any, ...], int])
         raise PolicyError(
             f"{_at(name, lines.get(('presets',)))}{problem.message}", hint=problem.hint
         ) from None
+    own = values.get("limits")
+    if isinstance(own, Mapping) and "limits" in base:
+        base = {**base, "limits": dict(base["limits"])}
+        shorten(base["limits"], own)
     merged = presets.override(base, values)
     try:
         return Policy(**merged)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ringfence.errors import EnforcementError, PolicyError, RingfenceError
+from ringfence.errors import EnforcementError, InvalidArgumentError, PolicyError, RingfenceError
 from ringfence.policy import commands as command_decisions
 from ringfence.policy.hosts import host_matches, parse_host
 from ringfence.policy.units import format_duration, format_size, parse_duration, parse_size
@@ -41,6 +41,10 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 """Seconds; texts such as `10min` are read."""
 
 MIB = 1 << 20
+LARGEST = 1 << 40
+"""The largest size of a limit: 1 TiB."""
+LONGEST = 10 * 365 * 86400.0
+"""The longest time of a limit: 10 years."""
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
@@ -348,23 +352,61 @@ class Commands(_Part):
 class Limits(_Part):
     """What a sandbox may use. Sizes are bytes or texts such as `512MiB`; times are seconds or texts such as `30s`."""
 
-    timeout: Duration = Field(default=30.0, gt=0, description="The longest run of one cell or command.")
-    memory: Size = Field(default=512 * MIB, ge=16 * MIB, description="Memory of all processes together.")
-    cpus: float = Field(default=1.0, gt=0, le=4096, description="Processors; fractions are shares of one.")
+    timeout: Duration = Field(
+        default=30.0,
+        gt=0,
+        le=LONGEST,
+        description="The longest run of one cell or command that names no `timeout=` of its own; where nobody set it, "
+        "at most `max_age`. Not the sandbox's lifetime.",
+    )
+    memory: Size = Field(
+        default=512 * MIB,
+        ge=16 * MIB,
+        le=LARGEST,
+        description="Memory of all processes together. Files in the sandbox are memory too: its control group gets "
+        "`memory` + `disk` + `tmp`, so while files are few, processes can use up to that sum. Choose small `disk` and "
+        "`tmp` where memory must be sharp.",
+    )
+    cpus: float = Field(
+        default=1.0, ge=0.01, le=4096, description="Processors; fractions are shares of one."
+    )
     pids: int = Field(default=100, ge=8, le=4_000_000, description="Processes and threads at a time.")
     disk: Size = Field(
-        default=200 * MIB, ge=MIB, description="What may be written to the root file system, home included."
+        default=200 * MIB,
+        ge=MIB,
+        le=LARGEST,
+        description="What may be written to the root file system, home included. It is kept in memory and counts in "
+        "the same control group as `memory`.",
     )
-    tmp: Size = Field(default=100 * MIB, ge=MIB, description="Size of `/tmp`.")
+    tmp: Size = Field(
+        default=100 * MIB,
+        ge=MIB,
+        le=LARGEST,
+        description="Size of `/tmp`. `/dev/shm` comes on top with min(64MiB, `tmp`). Both are memory, as `disk` is.",
+    )
     output: Size = Field(
-        default=1 * MIB, ge=1024, description="How much of a command's output stays readable; the newest."
+        default=1 * MIB,
+        ge=1024,
+        le=LARGEST,
+        description="How much of a command's output stays readable; the newest.",
     )
-    result: Size = Field(default=32 * MIB, ge=1024, description="The largest single result of a cell.")
-    file_size: Size = Field(default=100 * MIB, ge=4096, description="The largest single file.")
+    result: Size = Field(
+        default=32 * MIB,
+        ge=1024,
+        le=LARGEST,
+        description="The largest single result of a cell, and the most of all results of one cell together.",
+    )
+    file_size: Size = Field(default=100 * MIB, ge=4096, le=LARGEST, description="The largest single file.")
     open_files: int = Field(default=1024, ge=64, le=1_000_000, description="Open files per process.")
-    idle: Duration = Field(default=600.0, gt=0, description="A sandbox without activity ends after this.")
+    idle: Duration = Field(
+        default=600.0,
+        gt=0,
+        le=LONGEST,
+        description="A sandbox without activity ends after this. Activity is any operation that its owner has in "
+        "flight: a cell, a command (background ones too), a terminal, a watch, a transfer.",
+    )
     max_age: Duration = Field(
-        default=3600.0, gt=0, description="A sandbox ends after this, whatever it does."
+        default=3600.0, ge=0.1, le=LONGEST, description="A sandbox ends after this, whatever it does."
     )
     required: Literal["any", "hard"] = Field(
         default="any",
@@ -380,12 +422,17 @@ class Limits(_Part):
 
     @model_validator(mode="after")
     def _agree(self) -> Limits:
-        if self.timeout > self.max_age:
-            raise ValueError(
-                f"timeout ({format_duration(self.timeout)}) is longer than max_age ({format_duration(self.max_age)}), "
-                "so it could never pass; raise max_age or lower timeout"
-            )
-        return self
+        if self.timeout <= self.max_age:
+            return self
+        if "timeout" not in self.model_fields_set:  # nobody asked for it: the default gives way
+            object.__setattr__(self, "timeout", self.max_age)
+            return self
+        raise InvalidArgumentError(
+            f"timeout ({format_duration(self.timeout)}) is longer than max_age ({format_duration(self.max_age)}), "
+            "so it could never pass",
+            hint="raise max_age, or lower what one run may take: `limits={\"timeout\": ...}` in Python, "
+            "`limits: {timeout: ...}` in a file",
+        )
 
 
 class Policy(_Part):
@@ -468,8 +515,12 @@ class Policy(_Part):
         return base.CellSpec(**{**values, **fields})
 
     def with_limits(self, **limits: Any) -> Policy:
-        """A copy with some limits replaced: `policy.with_limits(timeout="2min", memory="1GiB")`."""
-        return Policy(**{**self.to_dict(), "limits": {**self.limits.model_dump(), **limits}})
+        """A copy with some limits replaced: `policy.with_limits(timeout="2min", memory="1GiB")`.
+
+        A `max_age` without a `timeout` beside it takes the policy's own timeout down with it."""
+        values = self.limits.model_dump(exclude_unset=True)
+        shorten(values, limits)
+        return Policy(**{**self.to_dict(), "limits": {**values, **limits}})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that differ from the defaults, as a policy file would hold them."""
@@ -480,6 +531,17 @@ class Policy(_Part):
             elif key in DURATIONS:
                 plain["limits"][key] = format_duration(value)
         return plain
+
+
+def shorten(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Lower `timeout` among the limits in `values` to the `max_age` among `changes` that say nothing about it."""
+    if "timeout" in changes or "timeout" not in values or "max_age" not in changes:
+        return
+    try:
+        if parse_duration(values["timeout"]) > parse_duration(changes["max_age"]):
+            values["timeout"] = changes["max_age"]
+    except InvalidArgumentError:
+        return  # the model says what is wrong, and where
 
 
 SIZES = ("memory", "disk", "tmp", "output", "result", "file_size")
@@ -502,12 +564,45 @@ def policy_error(problem: ValidationError, place: Any = None) -> PolicyError:
             text = text.removeprefix("Value error, ")
             if isinstance(cause, RingfenceError) and cause.hint:
                 hints.append(cause.hint)
+            if error["type"] in _BOUNDS and path[-2:-1] == ("limits",):
+                text, hint = _out_of_range(str(path[-1]), error["input"], error["type"], context)
+                hints.append(hint)
         where = place(path) if place else ""
         name = ".".join(str(part) for part in path)
         message = f"{where}{name}: {text}" if name else f"{where}{text}"
         if message not in messages:
             messages.append(message)
     return PolicyError("; ".join(messages), hint="; ".join(dict.fromkeys(hints)))
+
+
+_BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than_equal": "at most"}
+
+
+def _out_of_range(name: str, value: Any, kind: str, context: dict[str, Any]) -> tuple[str, str]:
+    """What to say, and the hint, about a limit that is too small or too large; sizes and times as people write them."""
+
+    def shown(number: Any) -> str:
+        if name in SIZES:
+            return format_size(parse_size(number))
+        if name in DURATIONS:
+            return format_duration(parse_duration(number))
+        return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+    bounds = {}
+    for part in Limits.model_fields[name].metadata:
+        bounds.update({each: getattr(part, each) for each in ("gt", "ge", "le") if hasattr(part, each)})
+    lowest = f"above {shown(bounds['gt'])}" if "gt" in bounds else f"from {shown(bounds['ge'])}"
+    try:
+        given = shown(value)
+    except (RingfenceError, TypeError, ValueError):
+        given = repr(value)
+    text = f"must be {_BOUNDS[kind]} {shown(next(iter(context.values())))}, not {given}"
+    hint = f"`{name}` goes {lowest} to {shown(bounds['le'])}"
+    if name in SIZES:
+        hint += "; a plain number is bytes, so write a unit: 512MiB, 1GiB"
+    elif name in DURATIONS:
+        hint += "; a plain number is seconds; 10min and 1h are read too"
+    return text, hint
 
 
 def _is_branch(part: Any) -> bool:
