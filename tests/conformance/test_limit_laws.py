@@ -348,7 +348,9 @@ def test_info_lists_every_primitive_with_its_strength_and_what_it_does(sandbox):
     from ringfence.linux import landlock
 
     weak = {name for name, row in rows.items() if row.strength == "none"}
-    assert weak <= {"limit cpus", *(("landlock scopes",) if landlock.abi() < 6 else ())}
+    single = rows["user ids"].detail.startswith("one id")  # agent and user code share it: no wall between them
+    assert (rows["user ids"].strength == "none") == single
+    assert weak <= {"limit cpus", *(("landlock scopes",) if landlock.abi() < 6 else ()), *(("user ids",) if single else ())}
 
 
 def test_memory_is_hard_or_watched_and_processes_always_hard(strength):

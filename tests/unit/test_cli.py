@@ -27,6 +27,18 @@ def test_doctor_names_a_remedy_for_everything_that_is_missing() -> None:
             assert each.fix, each
 
 
+def test_the_ids_that_doctor_advises_belong_to_nobody(tmp_path: Path) -> None:
+    uids, gids = tmp_path / "subuid", tmp_path / "subgid"
+    tables = (str(uids), str(gids))
+    assert "--add-subuids 100000-165535 --add-subgids 100000-165535 me" in doctor._grant_ids("me", tables)
+    uids.write_text("a:100000:65536\nb:165536:65536\n# c:9:9\nbroken\n")
+    gids.write_text("z:2000000000:65536\na:100000:65536\nb:240000:1000\n")
+    first = 241_000
+    assert f"--add-subuids {first}-{first + 65535} --add-subgids {first}-{first + 65535} me" in doctor._grant_ids("me", tables)
+    uids.write_text("a:0:4294967295\n")
+    assert "usermod" not in doctor._grant_ids("me", tables)
+
+
 def test_a_probe_that_fails_is_a_finding_and_not_a_crash() -> None:
     def _broken() -> doctor.Finding:
         raise RuntimeError("unforeseen")

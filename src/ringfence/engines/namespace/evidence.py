@@ -23,7 +23,7 @@ def gather(
     for name in _NAMESPACES:
         rows.append([f"namespace {name}", "hard" if name in separate else "none", "own" if name in separate else "shared with the host"])
     uid_map = _read(f"/proc/{pid}/uid_map").split()
-    rows.append(["user ids", "hard" if uid_map else "none", _IDS.get(ids, ids)])
+    rows.append(["user ids", "hard" if uid_map and ids != "single" else "none", _IDS.get(ids, ids)])
     bounding, permitted = status.get("CapBnd", "?"), status.get("CapPrm", "?")
     rows.append(["capabilities", "hard" if bounding.strip("0") == "" else "none", f"bounding {bounding}; the agent keeps {permitted} over its own ids, user code none"])
     rows.append(["no_new_privs", "hard" if status.get("NoNewPrivs") == "1" else "none", "set-id programs give nothing"])
