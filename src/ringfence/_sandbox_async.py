@@ -513,7 +513,10 @@ class AsyncFiles:
         return await self._run(self._operations.write_files(files))
 
     async def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:
-        """What is in a directory, down to `depth` levels; links are not followed. Raises NotFoundError."""
+        """What is in a directory, down to `depth` levels; links are not followed.
+
+        An entry, or a directory below, that cannot be looked at says why in `unreadable`. Raises NotFoundError.
+        """
         return await self._run(self._operations.list(path, depth))
 
     async def exists(self, path: Path) -> bool:

@@ -505,7 +505,10 @@ class Files:
         return self._run(self._operations.write_files(files))
 
     def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:
-        """What is in a directory, down to `depth` levels; links are not followed. Raises NotFoundError."""
+        """What is in a directory, down to `depth` levels; links are not followed.
+
+        An entry, or a directory below, that cannot be looked at says why in `unreadable`. Raises NotFoundError.
+        """
         return self._run(self._operations.list(path, depth))
 
     def exists(self, path: Path) -> bool:

@@ -18,6 +18,7 @@ from ringfence import (
     FileType,
     LimitExceededError,
     NotFoundError,
+    PermissionDeniedError,
     RingfenceError,
     SandboxError,
 )
@@ -364,3 +365,55 @@ def test_a_watch_calls_back(sandbox, place):
 def test_a_missing_directory_cannot_be_watched(sandbox, place):
     with pytest.raises(NotFoundError):
         sandbox.files.watch_dir(f"{place}/missing")
+
+
+# -- nothing is hidden
+
+DEEP = """
+import os
+os.chdir({place!r})
+for level in range({levels}):
+    os.mkdir("d" * {width}); os.chdir("d" * {width})
+with open("hidden", "w") as file:
+    file.write("payload")
+"""
+
+
+def _deep(sandbox, place, levels=60, width=100):
+    made = sandbox.commands.run(["python3", "-c", DEEP.format(place=place, levels=levels, width=width)])
+    assert made.ok, made.stderr
+
+
+def test_a_tree_deeper_than_a_path_is_listed_whole(sandbox, place):
+    _deep(sandbox, place)
+    entries = sandbox.files.list(place, depth=1000)
+    assert len(entries) == 61
+    assert entries[-1].path == place + ("/" + "d" * 100) * 60 + "/hidden"
+    assert not any(entry.unreadable for entry in entries)
+    assert sandbox.files.read(entries[-1].path) == "payload"
+    assert sandbox.files.get_info(entries[-1].path).size == 7
+
+
+def test_entries_longer_than_a_packet_are_listed(sandbox, place):
+    _deep(sandbox, place, 250, 250)
+    entries = sandbox.files.list(place, depth=1000)
+    assert len(entries) == 251 and entries[-1].name == "hidden"
+
+
+def test_what_a_listing_cannot_read_says_so(sandbox, place):
+    made = sandbox.commands.run("mkdir -p a/b c; touch a/b/f c/g; chmod 0 a/b; chmod 444 c", cwd=place)
+    assert made.ok
+    entries = {entry.name: entry for entry in sandbox.files.list(place, depth=5)}
+    sandbox.commands.run("chmod 755 a/b c", cwd=place)
+    assert set(entries) == {"a", "b", "c", "g"}
+    assert entries["a"].unreadable is None
+    assert entries["b"].unreadable == entries["g"].unreadable == "Permission denied"
+    assert entries["g"].type.value == "file"
+
+
+def test_refusals_say_what_concerns_the_caller(sandbox, place):
+    with pytest.raises(PermissionDeniedError, match=r"'/usr/x': Read-only file system \(hint: .*choose a path it may write"):
+        sandbox.files.write("/usr/x", "")
+    sandbox.commands.run("touch shut; chmod 0 shut", cwd=place)
+    with pytest.raises(PermissionDeniedError, match="who may not read this"):
+        sandbox.files.read(f"{place}/shut")

@@ -181,3 +181,16 @@ print(json.dumps([written.size, received, inside, grown << 10]))
     written, received, inside, grown = told
     assert written == received == inside == 1 << 30
     assert grown < 64 << 20
+
+
+def test_a_download_of_a_tree_deeper_than_a_path_is_complete_or_says_what_is_missing(sandbox, place, tmp_path):
+    from test_file_laws import _deep
+
+    _deep(sandbox, place)
+    report = sandbox.files.download_dir(place, tmp_path / "all", max_depth=100)
+    assert (report.directories, report.files, report.skipped) == (60, 1, [])
+    sandbox.commands.run("mkdir -p a/b c; touch a/b/f c/g; chmod 0 a/b; chmod 444 c", cwd=place)
+    report = sandbox.files.download_dir(place, tmp_path / "some", max_depth=100)
+    sandbox.commands.run("chmod 755 a/b c", cwd=place)
+    assert {entry.path for entry in report.skipped} == {"a/b", "c/g"}
+    assert all("ermission denied" in entry.reason for entry in report.skipped), report.skipped

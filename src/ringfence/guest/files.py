@@ -23,6 +23,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ringfence.guest.credentials import decode, encode
@@ -49,6 +50,7 @@ _CODES = {
     errno.EBUSY: "busy", errno.ETXTBSY: "busy", errno.EAGAIN: "busy", errno.EOPNOTSUPP: "unsupported",
     errno.ENOSYS: "unsupported",
 }  # fmt: skip
+_READING = ("file.stat", "file.list", "file.hash", "file.read")
 _HINTS = {
     "no_space": "delete files, or give the sandbox a larger disk or tmp limit",
     "permission": "the operation runs as the sandbox's user; choose a path it may write, such as its home",
@@ -66,6 +68,51 @@ class FileError(Exception):
 
 
 MAX_LEVELS = 2048  # a path has at most 4096 bytes
+_REACH = 3900
+"""Bytes of a path that is given to the kernel in one piece (PATH_MAX is 4096)."""
+
+
+@contextmanager
+def reachable(path: bytes) -> Iterator[bytes]:
+    """`path`, or where it is longer than the kernel takes, a short name of the same: deep trees are reached by way
+    of descriptors of the directories above. Valid inside the `with` only."""
+    if len(path) <= _REACH:
+        yield path
+        return
+    directory = open_directory(os.path.dirname(path.rstrip(b"/")))
+    try:
+        yield b"/proc/self/fd/%d/%s" % (directory, os.path.basename(path.rstrip(b"/")))
+    finally:
+        os.close(directory)
+
+
+def open_directory(path: bytes, flags: int = os.O_PATH) -> int:
+    """A descriptor of a directory, whatever the length of its path."""
+    flags |= os.O_DIRECTORY | os.O_CLOEXEC
+    if len(path) <= _REACH:
+        return os.open(path, flags)
+    base = -1
+    try:
+        while True:
+            end = len(path) if len(path) <= _REACH else path.rfind(b"/", 1, _REACH)
+            if end < 1:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path[:_REACH])
+            last = end == len(path)
+            below = os.open(
+                path[:end],
+                flags if last else os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC,
+                dir_fd=None if base < 0 else base,
+            )
+            if base >= 0:
+                os.close(base)
+            base = below
+            if last:
+                return base
+            path = path[end:].lstrip(b"/")
+    except BaseException:
+        if base >= 0:
+            os.close(base)
+        raise
 
 
 def resolve(path: bytes, home: bytes) -> bytes:
@@ -84,16 +131,20 @@ def resolve(path: bytes, home: bytes) -> bytes:
     return path
 
 
-def describe_error(error: Exception) -> dict[str, Any]:
-    """The error object of a CLOSE."""
+def describe_error(error: Exception, operation: str = "") -> dict[str, Any]:
+    """The error object of a CLOSE. Names that only this module knows (".", descriptors) are left out."""
     if isinstance(error, FileError):
         code, message, hint = error.code, str(error), error.hint
     elif isinstance(error, OSError):
         code = _CODES.get(error.errno or 0, "internal")
         name = error.filename
         where = decode(name) if isinstance(name, bytes) else name if isinstance(name, str) else ""
+        if where == "." or where.startswith(("/proc/self/fd/", os.fsdecode(_TEMPORARY))):
+            where = ""
         message = f"{where[:2048]}: {error.strerror}" if where else str(error.strerror)
         hint = _HINTS.get(code, "")
+        if code == "permission" and operation in _READING:
+            hint = "the operation runs as the sandbox's user, who may not read this"
     else:
         code, message, hint = "internal", repr(error)[:500], ""
     answer = {"code": code, "message": message}
@@ -110,6 +161,20 @@ def kind_of(mode: int) -> str:
         if test(mode):
             return name
     return "device"
+
+
+def _name_only(path: bytes, name: bytes, entry: os.DirEntry[str], why: str) -> dict[str, Any]:
+    """An entry of a directory that may be listed but not entered: its kind is what the directory says."""
+    kind = "device"
+    for test, word in ((entry.is_symlink, "symlink"), (lambda: entry.is_dir(follow_symlinks=False), "dir"),
+                       (lambda: entry.is_file(follow_symlinks=False), "file")):  # fmt: skip
+        try:
+            if test():
+                kind = word
+                break
+        except OSError:
+            pass
+    return {"path": decode(path), "name": decode(name), "type": kind, "error": why}
 
 
 class Worker:
@@ -135,12 +200,14 @@ class Worker:
             if not packet:
                 return
             self._descriptors = received_descriptors(ancillary)
+            operation = ""
             try:
                 length = _LENGTH.unpack_from(packet)[0]
                 request = json.loads(packet[4 : 4 + length])
-                answer = self._operations[request["op"]](request, packet[4 + length :])
+                operation = request["op"]
+                answer = self._operations[operation](request, packet[4 + length :])
             except Exception as error:
-                answer = {"error": describe_error(error)}
+                answer = {"error": describe_error(error, operation)}
             for descriptor in self._descriptors:
                 os.close(descriptor)
             self._descriptors = []
@@ -152,15 +219,16 @@ class Worker:
 
     # ---------------------------------------------------------------- entries
 
-    def entry(self, path: bytes, metadata: bool = True) -> dict[str, Any]:
-        """What lstat(2) says of `path`. Raises OSError."""
-        status = os.lstat(path)
+    def entry(self, path: bytes, short: bytes = b"", metadata: bool = True) -> dict[str, Any]:
+        """What lstat(2) says of `path`, which is reached under the name `short`. Raises OSError."""
+        short = short or path
+        status = os.lstat(short)
         stripped = path.rstrip(b"/") or b"/"
         kind = kind_of(status.st_mode)
         target = None
         if kind == "symlink":
             try:
-                target = decode(os.readlink(path))
+                target = decode(os.readlink(short))
             except OSError:
                 pass
         return {
@@ -168,62 +236,90 @@ class Worker:
             "size": status.st_size, "mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid, "gid": status.st_gid,
             "owner": self._names.get(status.st_uid, str(status.st_uid)),
             "group": self._groups.get(status.st_gid, str(status.st_gid)), "modified": status.st_mtime,
-            "target": target, "metadata": read_metadata(path) if metadata and kind in ("file", "dir") else {},
+            "target": target, "metadata": read_metadata(short) if metadata and kind in ("file", "dir") else {},
         }  # fmt: skip
 
     def _stat(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
-        return {"entry": self.entry(self._path(request))}
+        path = self._path(request)
+        with reachable(path) as short:
+            return {"entry": self.entry(path, short)}
 
     def _list(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
         depth = request.get("depth", 1)
         if type(depth) is not int or depth < 1:
             raise FileError("invalid", "depth must be a whole number from 1")
-        lines: list[bytes] = []
-        size = count = unreadable = 0
+        found = bytearray()
+        count = 0
         streamed = False
         for item in self._walk(self._path(request), depth):
-            if item is None:
-                unreadable += 1
-                continue
-            line = json.dumps(item).encode("ascii")
-            if size + len(line) + 1 > _LIST_INLINE and lines:
-                self._channel.send(b"D" + b"\n".join(lines) + b"\n")
-                streamed, lines, size = True, [], 0
-            lines.append(line)
-            size += len(line) + 1
+            found += json.dumps(item).encode("ascii")
+            found += b"\n"
             count += 1
+            if len(found) > _LIST_INLINE:
+                # Cut anywhere: one line alone may be longer than a packet, when the tree is deep.
+                streamed = True
+                for start in range(0, len(found), INLINE):
+                    self._channel.send(b"D" + found[start : start + INLINE])
+                found.clear()
         if streamed:
-            self._channel.send(b"D" + b"\n".join(lines) + b"\n")
-            return {"count": count, "streamed": True, "unreadable": unreadable}
-        return {"entries": [json.loads(line) for line in lines], "count": count, "unreadable": unreadable}
+            if found:
+                self._channel.send(b"D" + found)
+            return {"count": count, "streamed": True}
+        return {"entries": [json.loads(line) for line in found.splitlines()], "count": count}
 
-    def _walk(self, top: bytes, depth: int) -> Iterator[dict[str, Any] | None]:
-        """Entries below `top`, each directory before its content, names sorted; None for what can't be read."""
+    def _walk(self, top: bytes, depth: int) -> Iterator[dict[str, Any]]:
+        """Entries below `top`, each directory before its content, names sorted.
+
+        Nothing is left out in silence: an entry of which only the name can be read has an "error", and after a
+        directory that cannot be read comes {"unreadable": its path, "error": why}. What went away meanwhile was
+        not there.
+        """
         top = top.rstrip(b"/") or b"/"
         stack = [(top, 1)]
         first = True
         while stack:
             directory, level = stack.pop()
             try:
-                names = os.listdir(directory)
-            except OSError:
+                descriptor = open_directory(directory, os.O_RDONLY)
+            except OSError as error:
                 if first:
                     raise
-                yield None
+                if error.errno != errno.ENOENT:
+                    yield {"unreadable": decode(directory), "error": str(error.strerror)}
                 continue
             first = False
-            names.sort()
             below = []
-            for name in names:
-                path = directory + b"/" + name if directory != b"/" else b"/" + name
+            try:
+                with os.scandir(descriptor) as scan:
+                    entries = sorted((os.fsencode(entry.name), entry) for entry in scan)
+                prefix = directory if directory != b"/" else b""
                 try:
-                    item = self.entry(path)
-                except OSError:
-                    yield None  # it went away, or its path is longer than PATH_MAX
-                    continue
-                yield item
-                if item["type"] == "dir" and level < depth:
-                    below.append((path, level + 1))
+                    # Names are reached from inside the directory, not by a path that may be too long.
+                    os.fchdir(descriptor)
+                    closed = ""
+                except OSError as error:
+                    closed = str(error.strerror)
+                for name, entry in entries:
+                    path = prefix + b"/" + name
+                    if closed:
+                        item = _name_only(path, name, entry, closed)
+                    else:
+                        try:
+                            item = self.entry(path, name)
+                        except FileNotFoundError:
+                            continue
+                        except OSError as error:
+                            item = _name_only(path, name, entry, str(error.strerror))
+                    yield item
+                    if item["type"] == "dir" and level < depth:
+                        below.append((path, level + 1))
+            except OSError as error:
+                if directory == top:
+                    raise
+                yield {"unreadable": decode(directory), "error": str(error.strerror)}
+            finally:
+                os.chdir(b"/")
+                os.close(descriptor)
             stack.extend(reversed(below))
 
     # ----------------------------------------------------------- changing names
@@ -295,7 +391,8 @@ class Worker:
         return descriptor, status
 
     def _hash(self, request: dict[str, Any], blob: bytes) -> dict[str, Any]:
-        descriptor, _ = self._open_regular(self._path(request))
+        with reachable(self._path(request)) as short:
+            descriptor, _ = self._open_regular(short)
         import hashlib  # OpenSSL costs 3 ms: a sandbox that moves no file does not pay
 
         digest = hashlib.sha256()
@@ -313,9 +410,14 @@ class Worker:
 
     def _read(self, request: dict[str, Any], blob: bytes) -> dict[str, Any] | None:
         path = self._path(request)
-        descriptor, status = self._open_regular(path)
+        with reachable(path) as short:
+            descriptor, status = self._open_regular(short)
+            try:
+                entry = self.entry(os.path.realpath(path)) if os.path.islink(short) else self.entry(path, short)
+            except BaseException:
+                os.close(descriptor)
+                raise
         try:
-            entry = self.entry(os.path.realpath(path) if os.path.islink(path) else path)
             head = b"E" + json.dumps({"entry": entry}).encode("ascii")
             if status.st_dev != self._process_device and status.st_size > INLINE:
                 send_descriptors(self._channel, head, [descriptor])

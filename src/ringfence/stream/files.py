@@ -28,6 +28,7 @@ from ringfence.stream.results import (
     FilesystemEvent,
     FilesystemEventType,
     WriteInfo,
+    clean_text,
 )
 from ringfence.stream.waiting import interruptible
 
@@ -287,12 +288,26 @@ class FileOperations:
         entries = reply.get("entries")
         if entries is None:
             try:
-                entries = [json.loads(line) for line in bytes(listing.lines).splitlines() if line]
+                entries = json.loads(b"[" + b",".join(bytes(listing.lines).split(b"\n")).strip(b",") + b"]")
             except (ValueError, RecursionError):
                 raise GuestError(f"{what}: the guest gave a malformed answer", code="malformed") from None
         if not isinstance(entries, list):
             raise GuestError(f"{what}: the guest gave a malformed answer", code="malformed")
-        return [EntryInfo.from_guest(entry) for entry in entries]
+        found, closed = [], {}
+        for entry in entries:
+            if isinstance(entry, dict) and "unreadable" in entry:
+                closed[entry["unreadable"] if isinstance(entry["unreadable"], str) else ""] = entry.get(
+                    "error"
+                )
+            else:
+                found.append(EntryInfo.from_guest(entry))
+        if closed:
+            for info in found:
+                if (why := closed.pop(info.path, None)) is not None:
+                    info.unreadable = clean_text(str(why)[:200]) or "it could not be read"
+            if closed:
+                raise GuestError(f"{what}: the guest gave a malformed answer", code="malformed")
+        return found
 
     async def make_dir(self, path: Any, mode: int = 0o755) -> bool:
         """See `Files.make_dir`."""

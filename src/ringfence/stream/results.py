@@ -585,7 +585,8 @@ class EntryInfo:
     """One entry of the sandbox's file system. Names hold arbitrary bytes as surrogate escapes (`os.fsencode`).
 
     `mode` holds the permission bits, `permissions` the same as `ls -l` shows them; `size` is in bytes;
-    `modified_time` is in UTC; `symlink_target` is the link's text, unresolved.
+    `modified_time` is in UTC; `symlink_target` is the link's text, unresolved. `unreadable` is None, or why this
+    entry, or what is in this directory, could not be looked at: a listing is complete where none has it.
     """
 
     name: str
@@ -600,6 +601,7 @@ class EntryInfo:
     modified_time: datetime = _EPOCH
     symlink_target: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    unreadable: str | None = None
 
     @property
     def permissions(self) -> str:
@@ -645,6 +647,7 @@ class EntryInfo:
             modified_time=modified,
             symlink_target=target,
             metadata={str(name): str(value) for name, value in metadata.items()},
+            unreadable=clean_text(_text(entry, "error")[:200]) or None,
         )
 
 

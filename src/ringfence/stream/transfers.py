@@ -15,10 +15,12 @@ from typing import Any
 from ringfence.errors import (
     FileConflictError,
     FileOperationError,
+    GuestError,
     InvalidArgumentError,
     LimitExceededError,
     NotFoundError,
     PermissionDeniedError,
+    RingfenceError,
     SandboxDeadError,
     SandboxError,
     TransferError,
@@ -151,8 +153,14 @@ class Transfers:
                 parts = waiting.pop()
                 try:
                     entries = await self._files.list(posixpath.join(root, *parts))
-                except (PermissionDeniedError, NotFoundError, FileOperationError) as error:
-                    if not parts:
+                except (
+                    PermissionDeniedError,
+                    NotFoundError,
+                    FileOperationError,
+                    InvalidArgumentError,
+                    GuestError,
+                ) as error:
+                    if not parts or (isinstance(error, GuestError) and error.code == "malformed"):
                         raise
                     _skip(writer.report, parts, error)
                     continue
@@ -170,6 +178,8 @@ class Transfers:
                             raise _too_much("max_depth", max_depth, writer.report)
                         if writer.add_directory(there):
                             below.append(there)
+                    elif entry.unreadable:
+                        writer.skip(there, f"cannot be read: {entry.unreadable}")
                     elif entry.type is FileType.SYMLINK:
                         writer.add_symlink(there, entry.symlink_target)
                     elif entry.type is FileType.FILE:
@@ -212,6 +222,7 @@ class Transfers:
                 NotFoundError,
                 FileConflictError,
                 FileOperationError,
+                InvalidArgumentError,
                 TransferError,
             ) as error:
                 _skip(report, parts, error)
@@ -237,7 +248,7 @@ def _pieces(descriptor: int) -> Iterator[bytes]:
         yield piece
 
 
-def _skip(report: TransferReport, parts: tuple[str, ...], error: SandboxError) -> None:
+def _skip(report: TransferReport, parts: tuple[str, ...], error: RingfenceError) -> None:
     report.skipped.append(SkippedEntry("/".join(parts), error.message))
 
 
