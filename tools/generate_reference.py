@@ -231,6 +231,21 @@ def limits() -> str:
         "  measured every 50 ms and the sandbox killed when it is over.\n"
         "- `none`: processors without a control group.\n\n"
         "A policy with `limits: {required: hard}` refuses to start where one of them is not hard.\n"),
+        "## Memory, exactly\n",
+        ("Files in a sandbox lie in memory (tmpfs), and the kernel charges them to the control group of the sandbox. So the\n"
+        "group gets `memory` + `disk` + `tmp`, or a full disk would kill the processes. The other side of it: while the files\n"
+        "are empty, processes can use the whole sum, 812MiB with the defaults. Where memory must be sharp, choose small `disk`\n"
+        "and `tmp`: `Sandbox(memory=\"512MiB\", disk=\"10MiB\", tmp=\"10MiB\")`. `/dev/shm`, of min(64MiB, `tmp`), is charged\n"
+        "to the same group and adds nothing to it.\n\n"
+        "Memory that is only `watched` (an ordinary user without a control group) is what the page tables of the processes\n"
+        "show. It does not see the buffers of sockets (Unix, UDP, TCP) and pipes, nor shared pages that no page table refers\n"
+        "to (after `madvise` or a partial `munmap`). It stops programs that use too much; it is no wall against code that\n"
+        "hides memory on purpose. Only a control group is. As a last line, when the memory available on the machine falls\n"
+        "below 5 % of it or 256 MiB, whichever is more (and at most an eighth of a small machine), the launcher ends every\n"
+        "sandbox whose memory is watched.\n"),
+        "## Time\n",
+        ("`timeout`, `idle` and `max_age` are three clocks; [concepts](../concepts.md#three-timeouts) says which is which. The\n"
+        "longest time is 3650d, the largest size 1TiB.\n"),
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -319,11 +319,13 @@ def _cgroup_cpus() -> Finding:
 
 
 def _freezer() -> Finding:
+    from ringfence.linux import cgroups
+
     hierarchy = _cgroups()[0]
     if hierarchy.trees:
         return Finding("cgroups", OK, f"{hierarchy.kind}; groups can be made")
     # systemd delegates to users in a pure v2 hierarchy only; elsewhere its command would change nothing.
-    fix = "run as root, or boot with cgroup v2 alone (kernel parameter systemd.unified_cgroup_hierarchy=1)"
+    fix = cgroups.HYBRID_REMEDY
     if hierarchy.kind == "v2":
         fix = hierarchy.places["memory"].hint or "run as root, or below a group that belongs to this user"
     return Finding("cgroups", WEAKER, f"{hierarchy.kind}; this user may make none, so no pause and no hard memory limit", fix)

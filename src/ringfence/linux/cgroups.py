@@ -54,6 +54,10 @@ SYSTEMD_REMEDY = (
     "start the program in a delegated group of its own: "
     "`systemd-run --user --scope -p Delegate=yes -- PROGRAM`, or run it as root"
 )
+HYBRID_REMEDY = (
+    "run it as root, or boot with cgroup v2 alone (kernel parameter `systemd.unified_cgroup_hierarchy=1`): "
+    "beside v1 controllers, systemd delegates none to users"
+)
 CPU_DELEGATION_REMEDY = (
     "let systemd delegate it: `sudo systemctl edit user@.service`, add "
     "`[Service]` and `Delegate=cpu cpuset io memory pids`, then log in again"
@@ -319,6 +323,8 @@ def detect(proc="/proc", root="/sys/fs/cgroup", uid=None, may_move=None, access=
             if v2_mount is None:
                 reason = "no cgroup file system with the " + name + " controller is mounted"
                 hint = "mount cgroup v2: `mount -t cgroup2 none /sys/fs/cgroup` (any systemd machine has it)"
+            elif on_v1 and hint == SYSTEMD_REMEDY:
+                hint = HYBRID_REMEDY
             places[name] = Place(name, None, reason, hint)
 
     v1_freezer = None
@@ -330,7 +336,7 @@ def detect(proc="/proc", root="/sys/fs/cgroup", uid=None, may_move=None, access=
         places["freezer"] = Place("freezer", unified, "cgroup.freeze and cgroup.kill below " + unified.parent)
     else:
         reason, hint = reasons.get("", ("no freezer controller is mounted", "mount cgroup v2"))
-        places["freezer"] = Place("freezer", None, reason, hint)
+        places["freezer"] = Place("freezer", None, reason, HYBRID_REMEDY if on_v1 and hint == SYSTEMD_REMEDY else hint)
     if unified is None and "cpuacct" in on_v1 and places["cpu"].usable:
         _v1_place("cpuacct", on_v1["cpuacct"], own.get("cpuacct"), uid, v1_trees, access)
 

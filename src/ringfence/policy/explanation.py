@@ -23,7 +23,8 @@ def explain(policy: Policy) -> list[str]:
         "User: `user` without any capability" + (", and `root` for package managers." if policy.root else ".")
     )
     lines.append(
-        f"Limits: {format_size(limits.memory)} of memory, {limits.cpus:g} CPU, {limits.pids} processes and threads, "
+        f"Limits: {format_size(limits.memory)} of memory (up to "
+        f"{format_size(limits.memory + limits.disk + limits.tmp)} while files are few), {limits.cpus:g} CPU, {limits.pids} processes and threads, "
         f"{format_size(limits.disk)} of disk, {format_size(limits.tmp)} in /tmp, files up to "
         f"{format_size(limits.file_size)}, {limits.open_files} open files per process."
     )
@@ -50,7 +51,7 @@ def _files(policy: Policy) -> list[str]:
         lines.append(f"Files: sees {workspace.source} as /workspace, {how}.")
     if policy.filesystem.read_only:
         lines.append(f"Files: reads {', '.join(policy.filesystem.read_only)}.")
-    return lines or ["Files: none of the host's, apart from programs and libraries below /usr, read only."]
+    return lines or ["Files: of the host's, programs and libraries below /usr, read only, and copies of a few look-up tables of /etc."]
 
 
 def _network(policy: Policy) -> list[str]:
