@@ -440,6 +440,10 @@ class Files:
 
     Relative paths and `~` count from the home directory. Names hold any bytes (surrogate escapes, as `os.fsdecode`
     makes them). Every transfer is complete and hash-checked, or raises.
+
+    `timeout` is in seconds and for the whole call (0: none). Calls that are over at once have 60 s by default. Those
+    that move content (read, write, upload, download) have no limit in all by default, but end after
+    `no_progress_timeout` seconds (default 60; 0: none) in which nothing moved. Both raise TimeoutExceededError.
     """
 
     __slots__ = ("_core",)
@@ -460,28 +464,59 @@ class Files:
 
     @overload
     def read(
-        self, path: Path, format: Literal["text"] = "text", *, limit: int | None = None
+        self,
+        path: Path,
+        format: Literal["text"] = "text",
+        *,
+        limit: int | None = None,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
     ) -> str: ...
     @overload
-    def read(self, path: Path, format: Literal["bytes"], *, limit: int | None = None) -> bytes: ...
+    def read(
+        self,
+        path: Path,
+        format: Literal["bytes"],
+        *,
+        limit: int | None = None,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
+    ) -> bytes: ...
     @overload
     def read(
-        self, path: Path, format: Literal["stream"], *, limit: int | None = None
+        self,
+        path: Path,
+        format: Literal["stream"],
+        *,
+        limit: int | None = None,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
     ) -> FileStream: ...
     def read(
-        self, path: Path, format: Literal["text", "bytes", "stream"] = "text", *, limit: int | None = None
+        self,
+        path: Path,
+        format: Literal["text", "bytes", "stream"] = "text",
+        *,
+        limit: int | None = None,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
     ) -> str | bytes | FileStream:
         """Read a file: as text (UTF-8, undecodable bytes replaced), bytes, or a stream of any size.
 
         `limit` in bytes bounds what is taken into memory (default: all that a sandbox can hold).
         Raises NotFoundError, PermissionDeniedError, FileOperationError, LimitExceededError, TransferError.
         """
-        if format == "text":
-            return (self._run(self._operations.read(path, limit))).decode("utf-8", "replace")
-        if format == "bytes":
-            return self._run(self._operations.read(path, limit))
+        if format in ("text", "bytes"):
+            data = self._run(
+                self._operations.read(path, limit, timeout=timeout, no_progress=no_progress_timeout)
+            )
+            return data.decode("utf-8", "replace") if format == "text" else data
         if format == "stream":
-            return FileStream(self._operations.open_read(path, collect=False, bound=limit))
+            return FileStream(
+                self._operations.open_read(
+                    path, collect=False, bound=limit, timeout=timeout, no_progress=no_progress_timeout
+                )
+            )
         raise InvalidArgumentError(f"format must be 'text', 'bytes' or 'stream', not {format!r}")
 
     def write(
@@ -492,88 +527,132 @@ class Files:
         mode: int | None = None,
         metadata: dict[str, str] | None = None,
         append: bool = False,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
     ) -> WriteInfo:
         """Write a file from str, bytes, an open file or an iterable of bytes; missing directories are made.
 
         The file appears under its name all at once. `mode` are its permission bits (default 0644).
         Raises PermissionDeniedError, NotEnoughSpaceError, FileOperationError, TransferError.
         """
-        return self._run(self._operations.write(path, data, mode, metadata, append))
+        return self._run(
+            self._operations.write(path, data, mode, metadata, append, timeout, no_progress_timeout)
+        )
 
-    def write_files(self, files: Sequence[WriteEntry]) -> builtins.list[WriteInfo]:
+    def write_files(
+        self,
+        files: Sequence[WriteEntry],
+        *,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
+    ) -> builtins.list[WriteInfo]:
         """Write several files, one after the other; results in the same order. The first failure is raised."""
-        return self._run(self._operations.write_files(files))
+        return self._run(self._operations.write_files(files, timeout, no_progress_timeout))
 
-    def list(self, path: Path = ".", depth: int = 1) -> builtins.list[EntryInfo]:
+    def list(
+        self, path: Path = ".", depth: int = 1, *, timeout: float | None = None
+    ) -> builtins.list[EntryInfo]:
         """What is in a directory, down to `depth` levels; links are not followed.
 
         An entry, or a directory below, that cannot be looked at says why in `unreadable`. Raises NotFoundError.
         """
-        return self._run(self._operations.list(path, depth))
+        return self._run(self._operations.list(path, depth, timeout))
 
-    def exists(self, path: Path) -> bool:
+    def exists(self, path: Path, *, timeout: float | None = None) -> bool:
         """True when there is something with that name, a dangling link included."""
-        return self._run(self._operations.exists(path))
+        return self._run(self._operations.exists(path, timeout))
 
-    def get_info(self, path: Path) -> EntryInfo:
+    def get_info(self, path: Path, *, timeout: float | None = None) -> EntryInfo:
         """What is known about one entry; a link is not followed. Raises NotFoundError."""
-        return self._run(self._operations.info(path))
+        return self._run(self._operations.info(path, timeout))
 
-    def make_dir(self, path: Path, mode: int = 0o755) -> bool:
+    def make_dir(self, path: Path, mode: int = 0o755, *, timeout: float | None = None) -> bool:
         """Make a directory and those above it; False when it exists. Raises FileConflictError for another kind."""
-        return self._run(self._operations.make_dir(path, mode))
+        return self._run(self._operations.make_dir(path, mode, timeout))
 
-    def rename(self, old_path: Path, new_path: Path) -> EntryInfo:
+    def rename(self, old_path: Path, new_path: Path, *, timeout: float | None = None) -> EntryInfo:
         """Rename or move; an existing file is replaced. Raises NotFoundError."""
-        return self._run(self._operations.rename(old_path, new_path))
+        return self._run(self._operations.rename(old_path, new_path, timeout))
 
-    def remove(self, path: Path, missing_ok: bool = False) -> None:
+    def remove(self, path: Path, missing_ok: bool = False, *, timeout: float | None = None) -> None:
         """Remove a file, or a directory with all that is in it. Raises NotFoundError unless `missing_ok`."""
-        self._run(self._operations.remove(path, missing_ok))
+        self._run(self._operations.remove(path, missing_ok, timeout))
 
-    def chmod(self, path: Path, mode: int) -> EntryInfo:
+    def chmod(self, path: Path, mode: int, *, timeout: float | None = None) -> EntryInfo:
         """Set permission bits; set-id bits are refused."""
-        return self._run(self._operations.chmod(path, mode))
+        return self._run(self._operations.chmod(path, mode, timeout))
 
-    def symlink(self, target: Path, path: Path) -> EntryInfo:
+    def symlink(self, target: Path, path: Path, *, timeout: float | None = None) -> EntryInfo:
         """Make a symbolic link at `path` that says `target`. Raises FileConflictError."""
-        return self._run(self._operations.symlink(target, path))
+        return self._run(self._operations.symlink(target, path, timeout))
 
-    def get_metadata(self, path: Path) -> dict[str, str]:
+    def get_metadata(self, path: Path, *, timeout: float | None = None) -> dict[str, str]:
         """The metadata of a file (its `user.ringfence.*` extended attributes)."""
-        return self._run(self._operations.metadata(path))
+        return self._run(self._operations.metadata(path, None, timeout))
 
-    def set_metadata(self, path: Path, metadata: dict[str, str]) -> dict[str, str]:
+    def set_metadata(
+        self, path: Path, metadata: dict[str, str], *, timeout: float | None = None
+    ) -> dict[str, str]:
         """Set entries of a file's metadata; returns all of it."""
-        return self._run(self._operations.metadata(path, metadata))
+        return self._run(self._operations.metadata(path, metadata, timeout))
 
     def watch_dir(
         self,
         path: Path,
         on_event: Callable[[FilesystemEvent], Any] | None = None,
         recursive: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> WatchHandle:
-        """Watch a directory from now on. `on_event` is called with each change, in the background."""
-        handle = WatchHandle(self._run(self._operations.watch(path, recursive)))
+        """Watch a directory from now on. `on_event` is called with each change, in the background.
+
+        `timeout` bounds the start of the watch, not the watch itself.
+        """
+        handle = WatchHandle(self._run(self._operations.watch(path, recursive, timeout)))
         if on_event is not None:
             handle._follow(on_event)
         return handle
 
-    def upload(self, local: Path, remote: Path, *, mode: int | None = None) -> WriteInfo:
+    def upload(
+        self,
+        local: Path,
+        remote: Path,
+        *,
+        mode: int | None = None,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
+    ) -> WriteInfo:
         """Send a local regular file of any size. Raises InvalidArgumentError for devices and FIFOs, OSError."""
-        return self._run(self._transfers.upload(local, remote, mode))
+        return self._run(self._transfers.upload(local, remote, mode, timeout, no_progress_timeout))
 
-    def download(self, remote: Path, local: Path, *, overwrite: bool = True) -> int:
+    def download(
+        self,
+        remote: Path,
+        local: Path,
+        *,
+        overwrite: bool = True,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
+    ) -> int:
         """Fetch a file of any size; returns its bytes. It appears under its name only when complete and checked.
 
         Raises NotFoundError, FileConflictError, TransferError, OSError.
         """
-        return self._run(self._transfers.download(remote, local, overwrite))
+        return self._run(
+            self._transfers.download(remote, local, overwrite, timeout, no_progress_timeout)
+        )
 
-    def upload_dir(self, local: Path, remote: Path) -> TransferReport:
+    def upload_dir(
+        self,
+        local: Path,
+        remote: Path,
+        *,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
+    ) -> TransferReport:
         """Send a directory. Links are sent as links when they stay inside; links that point outside, special files
         and what cannot be read are in `report.skipped`."""
-        return self._run(self._transfers.upload_dir(local, remote))
+        return self._run(self._transfers.upload_dir(local, remote, timeout, no_progress_timeout))
 
     def download_dir(
         self,
@@ -584,6 +663,8 @@ class Files:
         max_bytes: int | None = None,
         max_entries: int = 100_000,
         max_depth: int = 64,
+        timeout: float | None = None,
+        no_progress_timeout: float | None = None,
     ) -> TransferReport:
         """Fetch a directory, treating all that is in it as hostile.
 
@@ -593,7 +674,9 @@ class Files:
         Raises LimitExceededError beyond the bounds, NotFoundError, OSError.
         """
         return self._run(
-            self._transfers.download_dir(remote, local, overwrite, max_bytes, max_entries, max_depth)
+            self._transfers.download_dir(
+                remote, local, overwrite, max_bytes, max_entries, max_depth, timeout, no_progress_timeout
+            )
         )
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ringfence.errors import (
     NotFoundError,
     PermissionDeniedError,
     SandboxDeadError,
+    TimeoutExceededError,
     TransferError,
 )
 from ringfence.guest import protocol
@@ -526,3 +528,72 @@ def test_the_writer_refuses_to_step_through_links(tmp_path: Path) -> None:
 
 def test_file_types_cover_what_the_guest_may_say() -> None:
     assert {kind.value for kind in FileType} == {"file", "dir", "symlink", "fifo", "socket", "device"}
+
+
+def test_every_call_ends_with_its_timeout(bench: Any, tmp_path: Path) -> None:
+    def silent(conversation: Conversation, request: dict[str, Any]) -> None:
+        while not conversation.guest.mux.is_cancelled(conversation.channel):
+            time.sleep(0.01)
+        conversation.fail("invalid", "cancelled by the host")
+
+    names = (
+        "stat",
+        "list",
+        "mkdir",
+        "move",
+        "remove",
+        "chmod",
+        "symlink",
+        "metadata",
+        "watch",
+        "read",
+        "write",
+    )
+    made = bench({f"file.{name}": silent for name in names})
+    (tmp_path / "f").write_text("x")
+    files, transfers = made.files, made.transfers
+    for call in (
+        lambda: files.info("/x", timeout=0.1),
+        lambda: files.exists("/x", timeout=0.1),
+        lambda: files.list("/x", timeout=0.1),
+        lambda: files.make_dir("/x", timeout=0.1),
+        lambda: files.rename("/x", "/y", timeout=0.1),
+        lambda: files.remove("/x", timeout=0.1),
+        lambda: files.chmod("/x", 0o600, timeout=0.1),
+        lambda: files.symlink("/x", "/y", timeout=0.1),
+        lambda: files.metadata("/x", timeout=0.1),
+        lambda: files.watch("/x", timeout=0.1),
+        lambda: files.read("/x", timeout=0.1),
+        lambda: files.write("/x", b"x", timeout=0.1),
+        lambda: files.write_files([{"path": "/x", "data": b"x"}], timeout=0.1),
+        lambda: transfers.upload(tmp_path / "f", "/x", timeout=0.1),
+        lambda: transfers.download("/x", tmp_path / "g", timeout=0.1),
+        lambda: transfers.upload_dir(tmp_path, "/x", timeout=0.1),
+        lambda: transfers.download_dir("/x", tmp_path / "d", timeout=0.1),
+    ):
+        with pytest.raises(
+            TimeoutExceededError, match=r"of '/[xy].*' took longer than 0\.1 s \(hint: pass a larger timeout"
+        ):
+            run_sync(call())
+    for call in (
+        lambda: files.read("/x", no_progress=0.1),
+        lambda: files.write("/x", b"x", no_progress=0.1),
+        lambda: transfers.download_dir("/x", tmp_path / "d", no_progress=0.1),
+    ):
+        with pytest.raises(TimeoutExceededError, match=r"made no progress for 0\.1 s .*no_progress_timeout"):
+            run_sync(call())
+    with pytest.raises(InvalidArgumentError):
+        run_sync(files.info("/x", timeout=-1))
+
+
+def test_a_file_that_trickles_in_ends_with_the_timeout_in_all(bench: Any) -> None:
+    def trickle(conversation: Conversation, request: dict[str, Any]) -> None:
+        conversation.event(entry=entry_of("/x"))
+        while conversation.data(FILE, b"x", 1.0):
+            time.sleep(0.02)
+        conversation.close()
+
+    begun = time.monotonic()
+    with pytest.raises(TimeoutExceededError, match="took longer"):
+        run_sync(bench({"file.read": trickle}).files.read("/x", timeout=0.3))
+    assert time.monotonic() - begun < 3

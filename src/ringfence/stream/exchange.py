@@ -37,6 +37,7 @@ __all__ = [
     "ANSWER_SECONDS",
     "OPERATION_SECONDS",
     "Exchange",
+    "Patience",
     "Session",
     "deliver",
     "error_of",
@@ -48,6 +49,35 @@ OPERATION_SECONDS = 60.0
 """Default deadline of an operation that is over at once on a healthy sandbox."""
 ANSWER_SECONDS = 2.0
 """How long a guest may take to answer an order to stop before the whole sandbox is killed."""
+
+
+class Patience:
+    """How long an operation may take: in all (`limit`), and without any progress (`silence`); None: for ever."""
+
+    __slots__ = ("limit", "silence", "until")
+
+    def __init__(self, limit: float | None, silence: float | None = None) -> None:
+        self.limit = limit or None
+        self.silence = silence or None
+        self.until = time.monotonic() + limit if limit else None
+
+    def deadline(self) -> float | None:
+        """When to give up if nothing happens from now on."""
+        if self.silence is None:
+            return self.until
+        silent = time.monotonic() + self.silence
+        return silent if self.until is None or silent < self.until else self.until
+
+    def refusal(self, what: str) -> tuple[str, float, str]:
+        """Message, limit and hint of the error when `deadline()` has passed."""
+        if self.until is not None and self.limit is not None and time.monotonic() >= self.until:
+            return f"{what} took longer than {self.limit:g} s", self.limit, "pass a larger timeout (0: none)"
+        silence = self.silence or 0.0
+        return (
+            f"{what} made no progress for {silence:g} s",
+            silence,
+            "pass a larger no_progress_timeout (0: none)",
+        )
 
 
 async def within(pending: Pending[Any], seconds: float) -> bool:
@@ -271,8 +301,9 @@ class Session:
         what: str,
         seconds: float | None = None,
         exchange: Exchange | None = None,
+        patience: Patience | None = None,
     ) -> dict[str, Any]:
-        """Send a request and wait for its reply, `OPERATION_SECONDS` by default.
+        """Send a request and wait for its reply, `OPERATION_SECONDS` by default, or as `patience` says.
 
         Raises what the guest answered, TimeoutExceededError when it does not answer, SandboxDeadError.
         """
@@ -280,8 +311,9 @@ class Session:
         exchange = exchange or Exchange()
         self.open(request, exchange)
         try:
-            if not await exchange.finished(time.monotonic() + seconds):
-                raise await self.stop(exchange, what, seconds)
+            deadline = time.monotonic() + seconds if patience is None else patience.deadline()
+            if not await exchange.finished(deadline):
+                raise await self.stop(exchange, what, seconds if patience is None else patience)
         except TimeoutExceededError:
             raise
         except BaseException:
@@ -289,20 +321,25 @@ class Session:
             raise
         return await self.reply(exchange, what)
 
-    async def stop(self, exchange: Exchange, what: str, seconds: float) -> TimeoutExceededError:
+    async def stop(self, exchange: Exchange, what: str, seconds: float | Patience) -> TimeoutExceededError:
         """A deadline passed: cancel, and kill the sandbox when even that is not answered. Returns the error."""
         assert exchange.channel is not None
+        if isinstance(seconds, Patience):
+            message, seconds, hint = seconds.refusal(what)
+        else:
+            # This time is not the caller's to choose.
+            message, hint = f"{what} took longer than {seconds:g} s", "try again, or start another sandbox"
         exchange.channel.close("deadline")
         outcome = "killed"
         if not await exchange.finished(time.monotonic() + ANSWER_SECONDS):
             await self.kill()
             outcome = "sandbox_killed"
         return TimeoutExceededError(
-            f"{what} took longer than {seconds:g} s"
+            message
             + (
                 "; the guest did not answer, so the sandbox was killed" if outcome == "sandbox_killed" else ""
             ),
-            hint="pass a larger timeout",
+            hint=hint,
             what=what,
             limit=seconds,
             outcome=outcome,

@@ -21,8 +21,8 @@ from ringfence.errors import (
     TimeoutExceededError,
     TransferError,
 )
-from ringfence.stream.checks import check_count, check_mode, check_path, check_text
-from ringfence.stream.exchange import OPERATION_SECONDS, Exchange, Session, deliver
+from ringfence.stream.checks import check_count, check_mode, check_path, check_seconds, check_text
+from ringfence.stream.exchange import OPERATION_SECONDS, Exchange, Patience, Session, deliver
 from ringfence.stream.results import (
     EntryInfo,
     FilesystemEvent,
@@ -32,14 +32,31 @@ from ringfence.stream.results import (
 )
 from ringfence.stream.waiting import interruptible
 
-__all__ = ["CHUNK", "FileOperations", "ReadStream", "Watch"]
+__all__ = ["CHUNK", "FileOperations", "ReadStream", "Timeout", "Watch", "patience_of", "transfer_patience"]
 
 CHUNK = 256 * 1024
 """Bytes that a transfer handles at a time."""
 _FILE = 5
 _LISTING_LIMIT = 64 << 20
 _WATCH_LIMIT = 10_000
-_TOO_SLOW = "the guest made no progress"
+Timeout = float | Patience | None
+"""Seconds as the caller gave them, or what is left of the patience of a larger operation."""
+
+
+def patience_of(timeout: Timeout, default: float | None = OPERATION_SECONDS) -> Patience:
+    """For an operation that is over at once: `timeout` seconds in all (None: the default, 0: none)."""
+    if isinstance(timeout, Patience):
+        return timeout
+    seconds = check_seconds(timeout, "timeout")
+    return Patience(default if seconds is None else seconds)
+
+
+def transfer_patience(timeout: Timeout, no_progress: float | None) -> Patience:
+    """For one that may be long: no limit in all by default, and one on the time without progress (None: 60 s)."""
+    if isinstance(timeout, Patience):
+        return timeout
+    silence = check_seconds(no_progress, "no_progress_timeout")
+    return Patience(check_seconds(timeout, "timeout"), OPERATION_SECONDS if silence is None else silence)
 
 
 class ReadStream(Exchange):
@@ -47,9 +64,9 @@ class ReadStream(Exchange):
 
     __slots__ = (
         "_digest",
+        "_patience",
         "_pieces",
         "_size",
-        "_stall",
         "bound",
         "collect",
         "entry",
@@ -58,7 +75,9 @@ class ReadStream(Exchange):
         "session",
     )
 
-    def __init__(self, session: Session, path: str, stall: float, collect: bool, bound: int | None) -> None:
+    def __init__(
+        self, session: Session, path: str, patience: Patience, collect: bool, bound: int | None
+    ) -> None:
         import hashlib
 
         super().__init__()
@@ -68,7 +87,7 @@ class ReadStream(Exchange):
         self.bound = bound
         self.overrun = False
         self.entry: dict[str, Any] | None = None
-        self._stall = stall
+        self._patience = patience
         self._size = 0
         self._digest = hashlib.sha256()
         self._pieces: deque[bytes] = deque()
@@ -106,6 +125,9 @@ class ReadStream(Exchange):
                     limit="limit",
                     value=self.bound,
                 )
+            until = self._patience.until
+            if until is not None and not self.done and time.monotonic() >= until:
+                raise await self.session.stop(self, f"files.read of {self.path!r}", self._patience)
             if self._pieces:
                 piece = self._pieces.popleft()
                 self._digest.update(piece)
@@ -114,8 +136,8 @@ class ReadStream(Exchange):
                 return piece
             if self.done:
                 break
-            if not await self.changed(time.monotonic() + self._stall, seen):
-                raise await self.session.stop(self, f"files.read of {self.path!r}: {_TOO_SLOW}", self._stall)
+            if not await self.changed(self._patience.deadline(), seen):
+                raise await self.session.stop(self, f"files.read of {self.path!r}", self._patience)
         reply = await self.session.reply(self, f"files.read of {self.path!r}")
         if reply.get("size") != self._size or reply.get("sha256") != self._digest.hexdigest():
             raise TransferError(
@@ -155,6 +177,7 @@ class _Listing(Exchange):
             self.wake()
             return None
         self.lines += data
+        self.wake()
         return len(data)
 
 
@@ -243,36 +266,36 @@ class FileOperations:
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    async def _entry(self, request: dict[str, Any], what: str) -> EntryInfo:
-        reply = await self.session.call(request, what)
+    async def _entry(self, request: dict[str, Any], what: str, timeout: Timeout) -> EntryInfo:
+        reply = await self.session.call(request, what, patience=patience_of(timeout))
         return EntryInfo.from_guest(reply.get("entry"))
 
-    async def info(self, path: Any) -> EntryInfo:
+    async def info(self, path: Any, timeout: Timeout = None) -> EntryInfo:
         """See `Files.get_info`."""
         path = check_path(path)
-        return await self._entry({"op": "file.stat", "path": path}, f"files.get_info of {path!r}")
+        return await self._entry({"op": "file.stat", "path": path}, f"files.get_info of {path!r}", timeout)
 
-    async def exists(self, path: Any) -> bool:
+    async def exists(self, path: Any, timeout: Timeout = None) -> bool:
         """See `Files.exists`."""
         try:
-            await self.info(path)
+            await self.info(path, timeout)
         except NotFoundError:
             return False
         return True
 
-    async def list(self, path: Any, depth: int = 1) -> list[EntryInfo]:
+    async def list(self, path: Any, depth: int = 1, timeout: Timeout = None) -> list[EntryInfo]:
         """See `Files.list`."""
         path = check_path(path)
         depth = check_count(depth, "depth", lowest=1, highest=1000)
         what = f"files.list of {path!r}"
+        patience = patience_of(timeout)
         listing = _Listing()
         session = self.session
         session.open({"op": "file.list", "path": path, "depth": depth}, listing)
-        deadline = time.monotonic() + OPERATION_SECONDS
         try:
             while not listing.done and not listing.overrun:
-                if not await listing.changed(deadline, listing.version):
-                    raise await session.stop(listing, what, OPERATION_SECONDS)
+                if not await listing.changed(patience.deadline(), listing.version):
+                    raise await session.stop(listing, what, patience)
         except TimeoutExceededError:
             raise
         except BaseException:
@@ -309,45 +332,53 @@ class FileOperations:
                 raise GuestError(f"{what}: the guest gave a malformed answer", code="malformed")
         return found
 
-    async def make_dir(self, path: Any, mode: int = 0o755) -> bool:
+    async def make_dir(self, path: Any, mode: int = 0o755, timeout: Timeout = None) -> bool:
         """See `Files.make_dir`."""
         path, mode = check_path(path), check_mode(mode)
         reply = await self.session.call(
-            {"op": "file.mkdir", "path": path, "parents": True, "mode": mode}, f"files.make_dir of {path!r}"
+            {"op": "file.mkdir", "path": path, "parents": True, "mode": mode},
+            f"files.make_dir of {path!r}",
+            patience=patience_of(timeout),
         )
         return reply.get("created") is True
 
-    async def rename(self, old: Any, new: Any) -> EntryInfo:
+    async def rename(self, old: Any, new: Any, timeout: Timeout = None) -> EntryInfo:
         """See `Files.rename`."""
         source, target = check_path(old, "old_path"), check_path(new, "new_path")
         return await self._entry(
-            {"op": "file.move", "source": source, "target": target}, f"files.rename of {source!r}"
+            {"op": "file.move", "source": source, "target": target}, f"files.rename of {source!r}", timeout
         )
 
-    async def remove(self, path: Any, missing_ok: bool = False) -> None:
+    async def remove(self, path: Any, missing_ok: bool = False, timeout: Timeout = None) -> None:
         """See `Files.remove`."""
         path = check_path(path)
         try:
             await self.session.call(
-                {"op": "file.remove", "path": path, "recursive": True}, f"files.remove of {path!r}"
+                {"op": "file.remove", "path": path, "recursive": True},
+                f"files.remove of {path!r}",
+                patience=patience_of(timeout),
             )
         except NotFoundError:
             if not missing_ok:
                 raise
 
-    async def chmod(self, path: Any, mode: int) -> EntryInfo:
+    async def chmod(self, path: Any, mode: int, timeout: Timeout = None) -> EntryInfo:
         """See `Files.chmod`."""
         path, mode = check_path(path), check_mode(mode)
-        return await self._entry({"op": "file.chmod", "path": path, "mode": mode}, f"files.chmod of {path!r}")
+        return await self._entry(
+            {"op": "file.chmod", "path": path, "mode": mode}, f"files.chmod of {path!r}", timeout
+        )
 
-    async def symlink(self, target: Any, path: Any) -> EntryInfo:
+    async def symlink(self, target: Any, path: Any, timeout: Timeout = None) -> EntryInfo:
         """See `Files.symlink`."""
         target, path = check_path(target, "target"), check_path(path)
         return await self._entry(
-            {"op": "file.symlink", "target": target, "path": path}, f"files.symlink of {path!r}"
+            {"op": "file.symlink", "target": target, "path": path}, f"files.symlink of {path!r}", timeout
         )
 
-    async def metadata(self, path: Any, changes: dict[str, str] | None = None) -> dict[str, str]:
+    async def metadata(
+        self, path: Any, changes: dict[str, str] | None = None, timeout: Timeout = None
+    ) -> dict[str, str]:
         """See `Files.get_metadata` and `Files.set_metadata`."""
         path = check_path(path)
         entry = await self._entry(
@@ -357,6 +388,7 @@ class FileOperations:
                 "set": check_metadata(changes) if changes is not None else None,
             },
             f"files.metadata of {path!r}",
+            timeout,
         )
         return entry.metadata
 
@@ -370,7 +402,8 @@ class FileOperations:
         bound: int | None = None,
         offset: int = 0,
         length: int | None = None,
-        stall: float = OPERATION_SECONDS,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
     ) -> ReadStream:
         """Begin to read a file."""
         path = check_path(path)
@@ -380,18 +413,32 @@ class FileOperations:
             "offset": check_count(offset, "offset"),
             "length": None if length is None else check_count(length, "length"),
         }
-        stream = ReadStream(self.session, path, stall, collect, bound)
+        stream = ReadStream(self.session, path, transfer_patience(timeout, no_progress), collect, bound)
         self.session.open(request, stream)
         return stream
 
     async def read(
-        self, path: Any, limit: int | None = None, offset: int = 0, length: int | None = None
+        self,
+        path: Any,
+        limit: int | None = None,
+        offset: int = 0,
+        length: int | None = None,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
     ) -> bytes:
         """All of a file. Without `limit`, no more than a sandbox could hold at all is taken into memory."""
         if limit is None:
             limits = self.session.limits
             limit = limits.memory + limits.disk + limits.tmp
-        stream = self.open_read(path, collect=True, bound=limit, offset=offset, length=length)
+        stream = self.open_read(
+            path,
+            collect=True,
+            bound=limit,
+            offset=offset,
+            length=length,
+            timeout=timeout,
+            no_progress=no_progress,
+        )
         pieces = []
         try:
             while (piece := await stream.next_piece()) is not None:
@@ -410,7 +457,8 @@ class FileOperations:
         mode: int | None = None,
         metadata: dict[str, str] | None = None,
         append: bool = False,
-        stall: float = OPERATION_SECONDS,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
     ) -> WriteInfo:
         """Write `data` (see `pieces_of`; or a sync or async iterator of bytes) and compare size and hash."""
         import hashlib
@@ -426,6 +474,7 @@ class FileOperations:
             "metadata": check_metadata(metadata or {}),
         }
         pieces = pieces_of(data)
+        patience = transfer_patience(timeout, no_progress)
         what = f"files.write of {path!r}"
         digest, size = hashlib.sha256(), 0
         exchange = Exchange()
@@ -451,16 +500,16 @@ class FileOperations:
                 # The kernel takes the bytes before the hash is done, so that both ends work at the same time.
                 pending = channel.send_data(_FILE, piece)
                 digest.update(piece)
-                if not await session.settle(pending, time.monotonic() + stall):
+                if not await session.settle(pending, patience.deadline()):
                     await exchange.finished(time.monotonic() + 1.0)
                     if exchange.done:
                         break
-                    raise await session.stop(exchange, f"{what}: {_TOO_SLOW}", stall)
+                    raise await session.stop(exchange, what, patience)
                 if exchange.done:
                     break
             channel.send_eof(_FILE)
-            if not await exchange.finished(time.monotonic() + stall):
-                raise await session.stop(exchange, f"{what}: {_TOO_SLOW}", stall)
+            if not await exchange.finished(patience.deadline()):
+                raise await session.stop(exchange, what, patience)
         except TimeoutExceededError:
             raise
         except BaseException:
@@ -475,7 +524,9 @@ class FileOperations:
         entry = EntryInfo.from_guest(reply.get("entry"))
         return WriteInfo(entry.name, entry.path, entry.type, entry.metadata, size, digest.hexdigest())
 
-    async def write_files(self, files: Any) -> list[WriteInfo]:
+    async def write_files(
+        self, files: Any, timeout: Timeout = None, no_progress: float | None = None
+    ) -> list[WriteInfo]:
         """See `Files.write_files`."""
         entries = []
         if isinstance(files, (str, bytes, dict)) or not isinstance(files, Iterable):
@@ -490,24 +541,27 @@ class FileOperations:
             if unknown:
                 raise InvalidArgumentError(f"unknown keys in files: {sorted(map(str, unknown))}")
             entries.append(entry)
+        patience = transfer_patience(timeout, no_progress)
         # One after the other: side by side the guest forks more workers, which costs more than it gains.
         return [
-            await self.write(entry["path"], entry["data"], entry.get("mode"), entry.get("metadata"))
+            await self.write(
+                entry["path"], entry["data"], entry.get("mode"), entry.get("metadata"), timeout=patience
+            )
             for entry in entries
         ]
 
     # -- watching
 
-    async def watch(self, path: Any, recursive: bool = False) -> Watch:
+    async def watch(self, path: Any, recursive: bool = False, timeout: Timeout = None) -> Watch:
         """See `Files.watch_dir`."""
         path = check_path(path)
+        patience = patience_of(timeout)
         watch = Watch(self.session)
         self.session.open({"op": "file.watch", "path": path, "recursive": bool(recursive)}, watch)
         # A change made right after this call must be seen, so the guest's word that it watches is awaited.
-        deadline = time.monotonic() + OPERATION_SECONDS
         while not watch.done and not watch.events:
-            if not await watch.changed(deadline, watch.version):
-                raise await self.session.stop(watch, f"files.watch_dir of {path!r}", OPERATION_SECONDS)
+            if not await watch.changed(patience.deadline(), watch.version):
+                raise await self.session.stop(watch, f"files.watch_dir of {path!r}", patience)
         if watch.done:
             await self.session.reply(watch, f"files.watch_dir of {path!r}")
         return watch

@@ -26,7 +26,8 @@ from ringfence.errors import (
     TransferError,
 )
 from ringfence.stream.checks import check_count, check_path
-from ringfence.stream.files import CHUNK, FileOperations
+from ringfence.stream.exchange import Patience
+from ringfence.stream.files import CHUNK, FileOperations, Timeout, transfer_patience
 from ringfence.stream.results import EntryInfo, FileType, SkippedEntry, TransferReport, WriteInfo
 from ringfence.stream.trees import LocalEntry, TreeWriter, WriteTarget, name_is_safe, open_regular, walk_tree
 
@@ -46,18 +47,35 @@ class Transfers:
 
     # -- single files
 
-    async def upload(self, local: Any, remote: Any, mode: int | None = None) -> WriteInfo:
+    async def upload(
+        self,
+        local: Any,
+        remote: Any,
+        mode: int | None = None,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
+    ) -> WriteInfo:
         """See `Files.upload`."""
         source, path = _local(local), check_path(remote, "remote")
         descriptor = open_regular(source)
         try:
-            return await self._files.write(path, _pieces(descriptor), mode)
+            return await self._files.write(
+                path, _pieces(descriptor), mode, timeout=timeout, no_progress=no_progress
+            )
         finally:
             os.close(descriptor)
 
-    async def download(self, remote: Any, local: Any, overwrite: bool = True) -> int:
+    async def download(
+        self,
+        remote: Any,
+        local: Any,
+        overwrite: bool = True,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
+    ) -> int:
         """See `Files.download`."""
         path, destination = check_path(remote, "remote"), _local(local)
+        patience = transfer_patience(timeout, no_progress)
         folder, name = os.path.split(os.path.abspath(destination))
         if os.path.isdir(destination):
             raise InvalidArgumentError(
@@ -69,14 +87,16 @@ class Transfers:
                 target = writer.open_file((name,), parent)
                 if target is None:
                     raise FileConflictError(f"{destination!r}: {writer.report.skipped[-1].reason}")
-                return await self._receive(path, target, None, False)
+                return await self._receive(path, target, None, False, patience)
             finally:
                 os.close(parent)
 
-    async def _receive(self, path: str, target: WriteTarget, bound: int | None, executable: bool) -> int:
+    async def _receive(
+        self, path: str, target: WriteTarget, bound: int | None, executable: bool, patience: Patience
+    ) -> int:
         """Read `path` into `target`, which is committed only when size and hash were right."""
         try:
-            stream = self._files.open_read(path, collect=False, bound=bound)
+            stream = self._files.open_read(path, collect=False, bound=bound, timeout=patience)
             try:
                 while (piece := await stream.next_piece()) is not None:
                     target.write(piece)
@@ -91,24 +111,27 @@ class Transfers:
 
     # -- directories
 
-    async def upload_dir(self, local: Any, remote: Any) -> TransferReport:
+    async def upload_dir(
+        self, local: Any, remote: Any, timeout: Timeout = None, no_progress: float | None = None
+    ) -> TransferReport:
         """See `Files.upload_dir`."""
         source, root = _local(local), check_path(remote, "remote").rstrip("/") or "/"
         files, report = self._files, TransferReport()
-        await files.make_dir(root)
+        patience = transfer_patience(timeout, no_progress)
+        await files.make_dir(root, timeout=patience)
         entries = walk_tree(source, report)
         try:
             for entry in entries:
                 path = posixpath.join(root, *entry.parts)
                 if entry.kind == "file":
-                    await self._send(path, entry, report)
+                    await self._send(path, entry, report, patience)
                     continue
                 try:
                     if entry.kind == "dir":
-                        await files.make_dir(path, (entry.mode & 0o777) | 0o700)
+                        await files.make_dir(path, (entry.mode & 0o777) | 0o700, patience)
                         report.directories += 1
                     else:
-                        await files.symlink(entry.target, path)
+                        await files.symlink(entry.target, path, patience)
                         report.symlinks += 1
                 except _SKIPPABLE as error:
                     _skip(report, entry.parts, error)
@@ -116,9 +139,11 @@ class Transfers:
             entries.close()
         return report
 
-    async def _send(self, path: str, entry: LocalEntry, report: TransferReport) -> None:
+    async def _send(self, path: str, entry: LocalEntry, report: TransferReport, patience: Patience) -> None:
         try:
-            written = await self._files.write(path, _pieces(entry.descriptor), entry.mode & 0o777)
+            written = await self._files.write(
+                path, _pieces(entry.descriptor), entry.mode & 0o777, timeout=patience
+            )
         except _SKIPPABLE as error:
             _skip(report, entry.parts, error)
         except OSError as error:
@@ -139,9 +164,12 @@ class Transfers:
         max_bytes: int | None = None,
         max_entries: int = MAXIMUM_ENTRIES,
         max_depth: int = MAXIMUM_DEPTH,
+        timeout: Timeout = None,
+        no_progress: float | None = None,
     ) -> TransferReport:
         """See `Files.download_dir`."""
         root, destination = check_path(remote, "remote").rstrip("/") or "/", _local(local)
+        patience = transfer_patience(timeout, no_progress)
         limits = self._files.session.limits
         bound = limits.disk + limits.tmp if max_bytes is None else check_count(max_bytes, "max_bytes")
         check_count(max_entries, "max_entries")
@@ -152,7 +180,7 @@ class Transfers:
             while waiting:
                 parts = waiting.pop()
                 try:
-                    entries = await self._files.list(posixpath.join(root, *parts))
+                    entries = await self._files.list(posixpath.join(root, *parts), timeout=patience)
                 except (
                     PermissionDeniedError,
                     NotFoundError,
@@ -187,7 +215,7 @@ class Transfers:
                     else:
                         writer.skip(there, "a special file")
                 waiting.extend(reversed(below))
-                await self._download_files(root, parts, plain, writer, bound)
+                await self._download_files(root, parts, plain, writer, bound, patience)
         return writer.report
 
     async def _download_files(
@@ -197,6 +225,7 @@ class Transfers:
         plain: list[tuple[tuple[str, ...], EntryInfo]],
         writer: TreeWriter,
         bound: int,
+        patience: Patience,
     ) -> None:
         report = writer.report
         if not plain:
@@ -211,7 +240,7 @@ class Transfers:
                 return
             try:
                 size = await self._receive(
-                    posixpath.join(root, *parts), target, left, bool(entry.mode & stat.S_IXUSR)
+                    posixpath.join(root, *parts), target, left, bool(entry.mode & stat.S_IXUSR), patience
                 )
             except LimitExceededError:
                 raise _too_much("max_bytes", bound, report) from None
