@@ -382,3 +382,16 @@ def test_a_killed_watcher_is_said(host):
     channel = watch(host)
     host.shell("kill -9 -1")
     assert host.wait(channel)["error"]["code"] == "worker_died"
+
+
+def test_a_write_announced_as_small_waits_for_its_end_and_one_that_is_not_small_goes_on(host):
+    for size in (0, 5, 60 << 10, 200_000):
+        channel = host.open("file.write", path="f", small=True)
+        host.call("file.stat", path="~")  # the agent has seen the request, and no end
+        host.send(channel, BIG[:size], FILE)
+        host.call("file.stat", path="~")
+        host.mux.send_eof(channel.number, FILE)
+        host.wait(channel)
+        assert channel.result["ok"] and channel.result["size"] == size
+        assert read(host, "f").text(FILE) == BIG[:size]
+    assert names(host) == ["/mnt/home/f"]

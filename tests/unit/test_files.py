@@ -31,8 +31,9 @@ from ringfence.errors import (
     TransferError,
 )
 from ringfence.guest import protocol
+from ringfence.guest.files import INLINE
 from ringfence.stream.exchange import Session
-from ringfence.stream.files import FileOperations
+from ringfence.stream.files import SMALL, FileOperations
 from ringfence.stream.results import FilesystemEventType, FileType, TransferReport
 from ringfence.stream.transfers import Transfers
 from ringfence.stream.trees import TreeWriter, link_stays_inside, walk_tree
@@ -597,3 +598,25 @@ def test_a_file_that_trickles_in_ends_with_the_timeout_in_all(bench: Any) -> Non
     with pytest.raises(TimeoutExceededError, match="took longer"):
         run_sync(bench({"file.read": trickle}).files.read("/x", timeout=0.3))
     assert time.monotonic() - begun < 3
+
+
+def test_small_files_are_announced_and_arrive_whole(tree: Any, tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    source.mkdir()
+    sizes = (0, 1, 48 * 1024, 48 * 1024 + 1, 300_000)
+    for size in sizes:
+        (source / str(size)).write_bytes(os.urandom(size))
+    nodes, made = tree
+    assert run_sync(made.transfers.upload_dir(source, "/r")).files == len(sizes)
+    for size in sizes:
+        assert nodes.nodes[f"/r/{size}"] == (source / str(size)).read_bytes()
+    small = {
+        request["path"]: request.get("small")
+        for request in made.handle.guest.requests
+        if request["op"] == "file.write"
+    }
+    assert small == {f"/r/{size}": True if size <= 48 * 1024 else None for size in sizes}
+
+
+def test_what_is_announced_as_small_fits_into_one_message() -> None:
+    assert SMALL <= INLINE, "else what is announced as small would not fit"

@@ -355,6 +355,14 @@ class Download(Request):
         self._scheduled = False
 
     def answered(self, worker: _Worker, kind: bytes, payload: bytes, descriptors: list[int]) -> bool:
+        if kind == b"W" and not descriptors:
+            length = _LENGTH.unpack_from(payload)[0] if len(payload) >= 4 else 0
+            entry = json.loads(payload[4 : 4 + length])["entry"]
+            self.agent.mux.send_event(self.channel, {"entry": entry})
+            if len(payload) > 4 + length:
+                self.data(payload[4 + length :])
+            self.answer({})
+            return True
         if kind != b"E":
             return super().answered(worker, kind, payload, descriptors)
         try:
@@ -447,6 +455,7 @@ class Upload(Request):
             files.permission_bits(message.get("mode"), 0)
         except files.FileError as error:
             raise Refused(error.code, str(error), error.hint) from None
+        self._small = message.get("small") is True
         self._early: list[bytes] = []
         self._early_size = 0
         self._descriptors: list[int] = []  # the file, its directory
@@ -463,8 +472,10 @@ class Upload(Request):
         self.agent.loop.soon(self._choose)
 
     def _choose(self) -> None:
-        if self.over:
+        if self.over or self._asked:
             return
+        if self._small and not self._end and self._early_size <= INLINE:
+            return  # the host says that the end comes at once
         if self._end and self._early_size <= INLINE:
             self._asked = "put"
             self.service.ask(self, {**self.message, "op": "put"}, b"".join(self._early))
@@ -483,6 +494,9 @@ class Upload(Request):
         else:
             self._early.append(bytes(data))
             self._early_size += len(data)
+            if self._small and self._early_size > INLINE:
+                self._small = False  # it is not
+                self._choose()
 
     def _write(self, data: Any) -> None:
         view = memoryview(data)
@@ -496,6 +510,8 @@ class Upload(Request):
     def on_eof(self, stream: int) -> None:
         if stream == FILE:
             self._end = True
+            if self._small:
+                self._choose()
             self._commit()
 
     def _commit(self) -> None:

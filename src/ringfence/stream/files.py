@@ -36,6 +36,8 @@ __all__ = ["CHUNK", "FileOperations", "ReadStream", "Timeout", "Watch", "patienc
 
 CHUNK = 256 * 1024
 """Bytes that a transfer handles at a time."""
+SMALL = 48 * 1024
+"""Bytes of a file that is sent as one message."""
 _FILE = 5
 _LISTING_LIMIT = 64 << 20
 _WATCH_LIMIT = 10_000
@@ -465,7 +467,7 @@ class FileOperations:
 
         path = check_path(path)
         session = self.session
-        request = {
+        request: dict[str, Any] = {
             "op": "file.write",
             "path": path,
             "mode": None if mode is None else check_mode(mode),
@@ -473,6 +475,10 @@ class FileOperations:
             "parents": True,
             "metadata": check_metadata(metadata or {}),
         }
+        if isinstance(data, str):
+            data = data.encode("utf-8", "surrogateescape")
+        if isinstance(data, (bytes, bytearray)) and len(data) <= SMALL:
+            request["small"] = True  # the guest then waits for the end, and writes it in one go
         pieces = pieces_of(data)
         patience = transfer_patience(timeout, no_progress)
         what = f"files.write of {path!r}"

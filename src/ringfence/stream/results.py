@@ -646,16 +646,20 @@ class EntryInfo:
             group=_text(entry, "group"),
             modified_time=modified,
             symlink_target=target,
-            metadata={str(name): str(value) for name, value in metadata.items()},
-            unreadable=clean_text(_text(entry, "error")[:200]) or None,
+            metadata={str(name): str(value) for name, value in metadata.items()} if metadata else {},
+            unreadable=(clean_text(_text(entry, "error")[:200]) or None) if "error" in entry else None,
         )
 
 
+_FILE_TYPES = {kind.value: kind for kind in FileType}
+
+
 def _kind(entry: dict[str, Any]) -> FileType:
-    try:
-        return FileType(entry.get("type"))
-    except ValueError:
-        raise GuestError("type must be the name of a file type", code="malformed") from None
+    value = entry.get("type")
+    kind = _FILE_TYPES.get(value) if isinstance(value, str) else None
+    if kind is None:
+        raise GuestError("type must be the name of a file type", code="malformed")
+    return kind
 
 
 def _text(entry: dict[str, Any], name: str) -> str:

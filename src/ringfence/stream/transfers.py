@@ -10,6 +10,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from ringfence.errors import (
@@ -27,7 +28,7 @@ from ringfence.errors import (
 )
 from ringfence.stream.checks import check_count, check_path
 from ringfence.stream.exchange import Patience
-from ringfence.stream.files import CHUNK, FileOperations, Timeout, transfer_patience
+from ringfence.stream.files import CHUNK, SMALL, FileOperations, Timeout, transfer_patience
 from ringfence.stream.results import EntryInfo, FileType, SkippedEntry, TransferReport, WriteInfo
 from ringfence.stream.trees import LocalEntry, TreeWriter, WriteTarget, name_is_safe, open_regular, walk_tree
 
@@ -142,7 +143,7 @@ class Transfers:
     async def _send(self, path: str, entry: LocalEntry, report: TransferReport, patience: Patience) -> None:
         try:
             written = await self._files.write(
-                path, _pieces(entry.descriptor), entry.mode & 0o777, timeout=patience
+                path, _content(entry.descriptor), entry.mode & 0o777, timeout=patience
             )
         except _SKIPPABLE as error:
             _skip(report, entry.parts, error)
@@ -270,6 +271,17 @@ class Transfers:
 
 def _local(path: Any) -> str:
     return check_path(path, "local")
+
+
+def _content(descriptor: int) -> bytes | Iterator[bytes]:
+    """What is in a file: at once when it is small, else piece by piece."""
+    first = b""
+    while len(first) <= SMALL:
+        piece = os.read(descriptor, CHUNK)
+        if not piece:
+            return first
+        first += piece
+    return chain((first,), _pieces(descriptor))
 
 
 def _pieces(descriptor: int) -> Iterator[bytes]:

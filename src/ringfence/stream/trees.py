@@ -50,12 +50,15 @@ def link_stays_inside(depth: int, target: str) -> bool:
 class WriteTarget:
     """One file being written below the destination; either `commit()` or `discard()` ends it."""
 
-    def __init__(self, descriptor: int, directory: int, temporary: str, name: str, replace: bool) -> None:
+    def __init__(
+        self, descriptor: int, directory: int, temporary: str, name: str, replace: bool, umask: int
+    ) -> None:
         self.descriptor = descriptor
         self._directory = directory
         self._temporary = temporary
         self._name = name
         self._replace = replace
+        self._umask = umask
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""
@@ -65,7 +68,7 @@ class WriteTarget:
 
     def commit(self, executable: bool = False) -> None:
         """Give the file its name. Raises FileConflictError when the name is taken and may not be replaced."""
-        os.fchmod(self.descriptor, (0o755 if executable else 0o644) & ~_umask())
+        os.fchmod(self.descriptor, (0o755 if executable else 0o644) & ~self._umask)
         self._close()
         try:
             if self._replace:
@@ -146,6 +149,7 @@ class TreeWriter:
         os.makedirs(destination, exist_ok=True)
         self._root = os.open(destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._overwrite = overwrite
+        self._umask = _umask()
         self.report = TransferReport()
 
     def __enter__(self) -> Self:
@@ -220,7 +224,7 @@ class TreeWriter:
             0o600,
             dir_fd=parent,
         )
-        return WriteTarget(descriptor, parent, temporary, parts[-1], self._overwrite)
+        return WriteTarget(descriptor, parent, temporary, parts[-1], self._overwrite, self._umask)
 
     def add_symlink(self, parts: tuple[str, ...], target: str | None) -> None:
         """Make a link when its target is relative and stays inside; report it as skipped otherwise."""
