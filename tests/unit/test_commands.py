@@ -500,3 +500,8 @@ def test_an_input_that_nobody_reads_ends_with_the_time_of_the_command(bench: Any
     assert time.monotonic() - begun < 2
     with pytest.raises(InvalidArgumentError):
         run_sync(command.send_stdin("x", timeout=-1))
+
+
+def test_an_empty_command_says_what_to_pass(bench: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="first item is the program"):
+        bench(lambda conversation, request: None).start([])

@@ -110,7 +110,9 @@ def check_argv(value: Any) -> list[str]:
             raise InvalidArgumentError(f"an argument of cmd must be a str, not {type(item).__name__}")
         argv.append(check_text(os.fsdecode(item), "an argument of cmd"))
     if not argv or not argv[0]:
-        raise InvalidArgumentError("cmd is empty")
+        raise InvalidArgumentError(
+            "cmd is empty", hint="pass a str for the shell, or a list whose first item is the program"
+        )
     return argv
 
 
