@@ -15,6 +15,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts `make test` in the background has it ignored, and every child would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup does the same with this one
 
 
 def identity() -> str:
