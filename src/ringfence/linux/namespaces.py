@@ -16,7 +16,7 @@ import signal
 import struct
 
 from ringfence.linux import numbers
-from ringfence.linux.syscalls import MACHINE, NUMBER, call_holding_lock, check, libc, libc_with_lock
+from ringfence.linux.syscalls import MACHINE, NUMBER, call_holding_lock, check, libc, libc_with_lock, write_file
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -134,9 +134,9 @@ def write_id_maps(
     (user_namespaces(7)).
     """
     if not keep_groups:
-        _write(process_directory + "/setgroups", "deny")
-    _write(process_directory + "/uid_map", "".join(f"{a} {b} {c}\n" for a, b, c in uids))
-    _write(process_directory + "/gid_map", "".join(f"{a} {b} {c}\n" for a, b, c in gids))
+        write_file(process_directory + "/setgroups", "deny")
+    write_file(process_directory + "/uid_map", "".join(f"{a} {b} {c}\n" for a, b, c in uids))
+    write_file(process_directory + "/gid_map", "".join(f"{a} {b} {c}\n" for a, b, c in gids))
 
 
 INOTIFY_COUNTERS = ("max_inotify_instances", "max_inotify_watches")
@@ -170,14 +170,6 @@ def limit_counters(sysctls: int, limits: dict[str, int]) -> None:
             os.write(descriptor, b"%d" % limit)
         finally:
             os.close(descriptor)
-
-
-def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
 
 
 def raise_loopback() -> None:
