@@ -16,7 +16,15 @@ import signal
 import struct
 
 from ringfence.linux import numbers
-from ringfence.linux.syscalls import MACHINE, NUMBER, call_holding_lock, check, libc, libc_with_lock, write_file
+from ringfence.linux.syscalls import (
+    MACHINE,
+    NUMBER,
+    call_holding_lock,
+    check,
+    libc,
+    libc_with_lock,
+    write_file,
+)
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
