@@ -17,6 +17,7 @@ import os
 import re
 import stat
 
+from ringfence.engines.namespace.identifiers import FIRST_JOB_GROUP, JOB_GROUPS
 from ringfence.linux import mounts
 
 GUARDED = mounts.READ_ONLY | mounts.NO_SET_ID | mounts.NO_DEVICES
@@ -32,8 +33,6 @@ _COPIED = (
 )  # fmt: skip
 _COPY_LIMIT = 4 << 20  # bytes of one copied file; anything larger is no look-up table
 
-USER_ID, AGENT_ID, NOBODY_ID = 1000, 65533, 65534
-FIRST_JOB_GROUP, JOB_GROUPS = 70000, 120
 
 
 class TemplateRoot:
