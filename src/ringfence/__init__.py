@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringfence.errors import (
+        CaptureError,
         CommandExitError,
         EnforcementError,
         EngineError,
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "errors": (
+        "CaptureError",
         "CommandExitError",
         "EnforcementError",
         "EngineError",
@@ -134,6 +136,7 @@ __all__ = [
     "AsyncFileStream",
     "AsyncSandbox",
     "AsyncWatchHandle",
+    "CaptureError",
     "Chart",
     "CommandExitError",
     "CommandHandle",

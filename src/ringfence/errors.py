@@ -18,6 +18,7 @@ RingfenceError                      message, and a hint that says what to do
     ├── NotEnoughSpaceError         (OSError) the sandbox's disk or file limit is used up
     ├── FileOperationError          a file operation that failed otherwise
     ├── TransferError               size or hash of what arrived differ from what was sent
+    ├── CaptureError                the changes of a workspace could not be read, or are malformed
     ├── GuestError                  the agent inside failed or answered nonsense; `.code` is its word
     ├── CommandExitError            `check=True` and a non-zero exit; `.result` holds the result
     ├── TimeoutExceededError        (TimeoutError) a deadline passed; `.partial`, `.limit`, `.what`, `.outcome`
@@ -33,6 +34,7 @@ import errno
 from typing import Any
 
 __all__ = [
+    "CaptureError",
     "CommandExitError",
     "EnforcementError",
     "EngineError",
@@ -171,6 +173,10 @@ class FileOperationError(SandboxError):
 
 class TransferError(SandboxError):
     """What arrived is not what was sent: size or SHA-256 differ. The file must not be used."""
+
+
+class CaptureError(SandboxError):
+    """The changes below a workspace could not be read, are malformed, or are more than the bounds allow."""
 
 
 class GuestError(SandboxError):
