@@ -25,9 +25,12 @@ ALLOWED = {
     "audit": {"audit", "linux", "errors"},
     "engines": {"engines", "gateway", "policy", "audit", "linux", "errors", "guest.protocol"},
     "gateway": {"gateway", "policy", "audit", "linux", "errors"},
-    "stream": {"stream", "engines.base", "policy", "audit", "linux", "errors", "guest.protocol"},
-    "node": {"node", "stream", "engines", "gateway", "policy", "audit", "linux", "errors", "guest.protocol"},
+    "stream": {"stream", "engines.base", "policy", "audit", "linux", "errors", "terminal", "guest.protocol"},
+    "node": {
+        "node", "stream", "engines", "gateway", "policy", "audit", "linux", "errors", "terminal", "guest.protocol",
+    },
     "errors": set(),
+    "terminal": set(),
     # The one package file may name anything: it imports lazily, which the test of cheapness below holds.
     "__init__": {"*"},
 }
@@ -37,7 +40,7 @@ FACADE = {"sandbox", "_sandbox_core", "_sandbox_async", "_sandbox_sync"}
 """The files that make up the facade."""
 
 UPPER = {"sandbox", "cli", "server", "integrations", "selfcheck"}
-LOWER = {"sandbox", "node", "stream", "engines", "gateway", "policy", "audit", "linux", "errors", "guest.protocol"}
+LOWER = {"sandbox", "node", "stream", "engines", "gateway", "policy", "audit", "linux", "errors", "terminal", "guest.protocol"}
 
 # Where the standard library is all there is: guest code runs in images without our packages.
 STANDARD_LIBRARY_ONLY = ("linux", "guest")

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ringfence import terminal
 from ringfence.cli import arguments
 from ringfence.errors import RingfenceError
 
@@ -50,9 +51,9 @@ def _print_json(document: Any) -> None:
 
 
 def _complain(message: str, hint: str = "") -> None:
-    print(f"ringfence: {message}", file=sys.stderr)
+    print(f"ringfence: {terminal.text(message)}", file=sys.stderr)
     if hint:
-        print(f"ringfence: {hint}", file=sys.stderr)
+        print(f"ringfence: {terminal.text(hint)}", file=sys.stderr)
 
 
 def _console() -> Console:
@@ -129,8 +130,8 @@ def doctor(
         colours = {checks.OK: "green", checks.WEAKER: "yellow", checks.MISSING: "bold red", checks.UNUSED: "dim"}
         table = Table("what", "verdict", "seen", box=None, pad_edge=False)
         for each in findings:
-            detail = each.detail + (f"\n[cyan]→ {_escape(each.fix)}[/cyan]" if each.fix and each.verdict != checks.OK else "")
-            table.add_row(each.name, f"[{colours[each.verdict]}]{each.verdict}[/]", detail)
+            detail = _escape(each.detail) + (f"\n[cyan]→ {_escape(each.fix)}[/cyan]" if each.fix and each.verdict != checks.OK else "")
+            table.add_row(_escape(each.name), f"[{colours[each.verdict]}]{each.verdict}[/]", detail)
         _console().print(table)
         weaker = sum(each.verdict == checks.WEAKER for each in findings)
         if not checks.works(findings):
@@ -142,9 +143,10 @@ def doctor(
 
 
 def _escape(text: str) -> str:
+    """`text` for a cell of a table: no markup of rich's, nothing that acts on a terminal."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape(terminal.line(text))
 
 
 @app.command()
@@ -227,7 +229,7 @@ def sweep(
         _print_json({"dry_run": dry_run, **asdict(found)})
         return
     for path in [*found.groups, *found.trees]:
-        print(path)
+        print(terminal.line(path))
     count = len(found.groups) + len(found.trees)
     print(f"{count} leftovers {'found' if dry_run else 'removed'}" if count else "nothing is left of other lives")
 
@@ -267,8 +269,8 @@ def policy_check(source: PolicyArgument, json: Json = False) -> None:
         _print_json({"valid": True, "name": policy.name, "findings": findings})
         return
     for finding in findings:
-        print("warning: " + ": ".join(str(value) for value in finding.values() if value))
-    print(f"policy `{policy.name}` is valid" + (f", with {len(findings)} warnings" if findings else ""))
+        print("warning: " + terminal.text(": ".join(str(value) for value in finding.values() if value)))
+    print(f"policy `{terminal.line(policy.name)}` is valid" + (f", with {len(findings)} warnings" if findings else ""))
 
 
 @policy_app.command("explain")
@@ -300,12 +302,12 @@ def policy_explain(source: PolicyArgument, json: Json = False) -> None:
         _print_json({"name": policy.name, "sentences": sentences, "here": here})
         return
     for sentence in sentences:
-        print(sentence)
+        print(terminal.text(sentence))
     print()
     if not probe.works:
         print(f"On this machine: no sandbox starts: {probe.why} ({probe.hint})")
     elif refusal is not None:
-        print(f"On this machine: refused: {refusal}")
+        print(f"On this machine: refused: {terminal.text(refusal)}")
     else:
         print(f"On this machine: held by the engine `{probe.engine}`, isolation level `{probe.level}`.")
     for name, row in limits.items():

@@ -6,6 +6,7 @@ the guest's stream, the launcher's socket, standard input, and signals. No threa
 library, no IPython. What the loop guards:
 
 - the program's bytes pass through unchanged both ways; a slow reader of our output slows the program, nothing grows
+- except to a terminal: there what would act on it (clipboard, title, cursor, hidden text) is shown instead
 - the deadline is kept by this process's clock; whatever the program does, it and all its children are then killed
 - Ringfence's own failure is exit code 125 and a message that begins with `ringfence:`; the program's exit code is
   the program's
@@ -156,6 +157,11 @@ class _Run:
         self.started = 0.0
         self.begun = time.monotonic()
         self.captured = {STDOUT: bytearray(), STDERR: bytearray()}
+        self.sanitisers: dict[int, Any] = {}
+        if not request.json and (os.isatty(1) or os.isatty(2)):
+            from ringfence.terminal import Sanitiser
+
+            self.sanitisers = {stream: Sanitiser() for stream, number in ((STDOUT, 1), (STDERR, 2)) if os.isatty(number)}
         self.truncated = False
         self.stdin_open = True
         self.stdin_data = b""
@@ -354,15 +360,19 @@ class _Run:
                 del kept[: -precompiled.OUTPUT]
                 self.truncated = True
         elif not self.broken_pipe:
-            view = memoryview(data)
-            try:
-                while view:
-                    view = view[os.write(1 if stream == STDOUT else 2, view) :]
-            except OSError:
-                # Nobody reads us any more: the program gets what it would get from a closed pipe, its end.
-                self.broken_pipe = True
-                self._kill()
+            sanitiser = self.sanitisers.get(stream)
+            self._write(stream, data if sanitiser is None else sanitiser.feed(data))
         self.mux.grant(self.channel, len(data))
+
+    def _write(self, stream: int, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(1 if stream == STDOUT else 2, view) :]
+        except OSError:
+            # Nobody reads us any more: the program gets what it would get from a closed pipe, its end.
+            self.broken_pipe = True
+            self._kill()
 
     def _read_input(self) -> None:
         try:
@@ -468,6 +478,9 @@ class _Run:
 
     def close(self) -> None:
         """End the launcher and with it everything it started; returns when it is gone, or after 5 seconds."""
+        for stream, sanitiser in self.sanitisers.items():
+            if not self.broken_pipe:
+                self._write(stream, sanitiser.finish())
         try:
             self.launcher.ask({"do": "close"}, lambda answer: None)
         except RingfenceError:
@@ -545,7 +558,9 @@ def _document(run: _Run | None, code: int, ended: str, message: str, hint: str) 
 
 
 def _say(message: str, hint: str = "") -> None:
-    text = f"ringfence: {message}\n" + (f"ringfence: {hint}\n" if hint else "")
+    from ringfence import terminal  # a message may quote what the guest said
+
+    text = f"ringfence: {terminal.text(message)}\n" + (f"ringfence: {terminal.text(hint)}\n" if hint else "")
     try:
         os.write(2, text.encode("utf-8", "replace"))
     except OSError:

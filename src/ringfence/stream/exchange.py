@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ringfence import terminal
 from ringfence.errors import (
     FileConflictError,
     FileOperationError,
@@ -25,7 +26,7 @@ from ringfence.errors import (
     TimeoutExceededError,
 )
 from ringfence.stream.connection import ChannelSink
-from ringfence.stream.results import MAXIMUM_EVENTS, clean_text
+from ringfence.stream.results import MAXIMUM_EVENTS
 from ringfence.stream.waiting import Pending, interruptible, run_sync, wait_for
 
 if TYPE_CHECKING:
@@ -410,7 +411,7 @@ def error_of(reply: dict[str, Any], what: str) -> Exception:
     if not isinstance(error, dict):
         return GuestError(f"{what}: the guest gave a malformed answer", code="malformed")
     code, message, hint = (
-        clean_text(value)[:1000] if isinstance(value := error.get(name), str) else ""
+        terminal.line(value[:1000]) if isinstance(value := error.get(name), str) else ""
         for name in ("code", "message", "hint")
     )
     text = f"{what}: {message or code or 'failed'}"
