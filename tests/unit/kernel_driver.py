@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringfence.guest.kernel import token_of
+from ringfence.guest.kernel import NUDGE, token_of
 
 PYTHON = os.environ.get("RINGFENCE_TEST_PYTHON") or sys.executable
 """Interpreter of the kernels: set RINGFENCE_TEST_PYTHON to test another Python or IPython than that of the tests."""
@@ -191,6 +191,7 @@ class Kernel:
         for fd in (self.control.fileno(), self.out, self.err):
             poller.register(fd, select.POLLIN)
         finished = False
+        nudge_at = float("inf")
         while True:
             while (message := self._take()) is not None:
                 kind, message_token, payload = message
@@ -212,6 +213,10 @@ class Kernel:
                     interrupt_on is not None and interrupt_on.encode() in streams[self.out]):
                 os.kill(self.pid, signal.SIGINT)
                 interrupt_after = interrupt_on = None
+                nudge_at = now + 0.05   # as the agent does
+            if now > nudge_at and not finished:
+                os.kill(self.pid, NUDGE)
+                nudge_at = float("inf")
             ready = poller.poll(0 if finished else 50)
             if finished and not [1 for fd, _ in ready if fd != self.control.fileno()]:
                 break

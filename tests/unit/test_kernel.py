@@ -98,6 +98,25 @@ def test_an_interrupt_ends_the_cell_and_keeps_the_variables(kernel: Kernel, code
     assert kernel.run("kept + 1").text == "42"
 
 
+def test_an_interrupt_that_comes_just_before_a_long_call_still_ends_it(kernel: Kernel) -> None:
+    # Another thread takes the signal, so the main thread's call goes on: as when it arrives between the interpreter's
+    # last look for signals and the call.
+    run = kernel.run(
+        "import signal, threading, time\n"
+        "taker = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
+        "taker.start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        "try:\n"
+        "    threading.Timer(0.3, print, ['go']).start()\n"
+        "    time.sleep(100)\n"
+        "finally:\n"
+        "    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n",
+        interrupt_on="go",
+    )
+    assert run.status == "interrupted"
+    assert kernel.run("1 + 1").text == "2"
+
+
 def test_a_cancelled_await_does_not_go_on_in_the_next_cell(kernel: Kernel) -> None:
     run = kernel.run("import asyncio\nprint('go')\nawait asyncio.sleep(0.3)\nprint('zombie')", interrupt_on="go")
     assert run.status == "interrupted"

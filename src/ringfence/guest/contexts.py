@@ -47,6 +47,7 @@ _RESTORED_SIGNALS = tuple(
     int(number) for number in IGNORED_SIGNALS if number not in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 )
 _SET_MASK = int(signal.SIG_SETMASK)
+_NUDGES = (0.05, 0.5)  # seconds after an interrupt
 
 
 def run_kernel(control: socket.socket, config: dict[str, Any]) -> None:
@@ -215,6 +216,14 @@ class Kernel:
             os.killpg(self.pid, signal.SIGINT)
         except OSError:
             processes.send(self.pid, signal.SIGINT)
+        execution = self.context.current if self.context is not None else None
+        for seconds in _NUDGES:
+            self.agent.loop.after(seconds, lambda: self._nudge(execution))
+
+    def _nudge(self, execution: Execution | None) -> None:
+        """See `kernel.NUDGE`."""
+        if execution is not None and self.context is not None and self.context.current is execution:
+            processes.send(self.pid, kernel_process.NUDGE)
 
     # -------------------------------------------------------------- receiving
 

@@ -80,6 +80,11 @@ _sigmask = _signal.pthread_sigmask
 _getsignal = _signal.getsignal
 _setsignal = _signal.signal
 _BLOCK, _SETMASK, _SIGINT = int(signal.SIG_BLOCK), int(signal.SIG_SETMASK), int(signal.SIGINT)
+
+NUDGE = int(signal.SIGRTMIN) + 9
+"""Sent some time after SIGINT, to the kernel alone. Its handler does nothing, but whatever call the main thread waits
+in comes back, and the interpreter looks for handlers that are due: a SIGINT that arrives after the interpreter's last
+look and before `sleep` or `read` began would otherwise be answered when that call ends by itself."""
 _getpid, _fstat, _dup2, _exit, _listdir, _stat, _write = (
     os.getpid, os.fstat, os.dup2, os._exit, os.listdir, os.stat, os.write)
 _settrace, _gettrace, _setprofile, _getprofile = sys.settrace, sys.gettrace, sys.setprofile, sys.getprofile
@@ -186,6 +191,12 @@ class _Interrupts:
     def install(self) -> None:
         if _getsignal(_SIGINT) != self.handler:
             _setsignal(_SIGINT, self.handler)
+        if _getsignal(NUDGE) is not _nothing:
+            _setsignal(NUDGE, _nothing)
+
+
+def _nothing(signum: int, frame: Any) -> None:
+    """The handler of NUDGE."""
 
 
 def _zone(interrupts: _Interrupts, run: Callable[[Request], Outcome], request: Request) -> Outcome:
