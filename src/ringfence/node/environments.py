@@ -38,7 +38,7 @@ FONT_CACHE = "share/matplotlib"
 """Below an environment: matplotlib's font list (`fontlist-v*.json`), ready to be copied or bound into
 `~/.cache/matplotlib` of a sandbox. It cannot be used in place: matplotlib ignores a read-only MPLCONFIGDIR."""
 
-FORMAT = "3"
+FORMAT = "4"
 """Part of every key: raise it when the way trees are built changes."""
 
 Progress = Callable[[str], None]
@@ -54,7 +54,7 @@ RECIPES = {
     "base": _Recipe(("ipython",), ("pip",), "pip install --force-reinstall ringfence"),
     "data": _Recipe(
         ("ipython", "numpy", "pandas", "matplotlib", "e2b-charts"),
-        ("pip", "bokeh-sampledata"),
+        ("pip", "bokeh-sampledata", "noto-cjk-sans-jp-regular", "manimgx-fonts"),  # fonts: see `fonts`
         "pip install 'ringfence[data]'",
     ),
 }
@@ -332,8 +332,13 @@ def _build_environment(
     _say(progress, "compiling packages")
     _compile(directory, ENVIRONMENT_INSIDE, python.executable_outside, sources)
     if any(installed.name == "matplotlib" for installed in chosen):
+        from ringfence.node import fonts
+
         _say(progress, "listing fonts")
-        _list_fonts(directory, python.executable_outside)
+        fonts.lend(site_packages)
+        fonts.write_list(
+            os.path.join(directory, FONT_CACHE), directory, site_packages, python.executable_outside, _run
+        )
 
 
 def _place_interpreter(directory: str, python: Interpreter) -> None:
@@ -473,40 +478,6 @@ def _compile(directory: str, inside: str, executable: str, sources: dict[str, st
         os.fsencode(text) + b"\0" for pair in sources.items() if pair[0].endswith(".py") for text in pair
     )
     _run(executable, [script, directory, inside], (0,), pairs=pairs)
-
-
-_FONT_SCRIPT = """
-import glob, json, os, sys
-site_packages, target = sys.argv[1:]
-sys.path.insert(0, site_packages)
-import matplotlib.font_manager as fonts
-manager = fonts.fontManager
-data = fonts.cbook._get_data_path() if hasattr(fonts.cbook, "_get_data_path") else ""
-def usable(entry):
-    return str(entry.fname).startswith(("/usr/share/", str(data) + os.sep))
-manager.ttflist = [entry for entry in manager.ttflist if usable(entry)]
-manager.afmlist = [entry for entry in manager.afmlist if usable(entry)]
-os.makedirs(target, exist_ok=True)
-fonts.json_dump(manager, os.path.join(target, "fontlist-v%s.json" % fonts.FontManager.__version__))
-"""
-
-
-def _list_fonts(directory: str, executable: str) -> None:
-    """Matplotlib's font list, with paths that are right inside: relative for its own, /usr/share for the system's.
-
-    Only a cache: where it fails, the first plot scans the fonts itself.
-    """
-    import tempfile
-
-    target = os.path.join(directory, FONT_CACHE)
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = ["-B", "-c", _FONT_SCRIPT, os.path.join(directory, SITE_PACKAGES), target]
-        _run(executable, arguments, None, {"HOME": scratch, "MPLCONFIGDIR": scratch, "MPLBACKEND": "agg"})
-    for name in _listing(target):
-        path = os.path.join(target, name)
-        with open(path, encoding="utf-8") as file:
-            if directory in file.read():
-                os.unlink(path)  # a path of this build would be wrong inside, and says where the cache lies
 
 
 def _run(
