@@ -10,8 +10,7 @@ Names load when they are first used (PEP 562), so that importing the package cos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
     from ringfence.errors import (
         CaptureError,

@@ -31,7 +31,10 @@ RingfenceError                      message, and a hint that says what to do
 from __future__ import annotations
 
 import errno
-from typing import Any
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "CaptureError",

@@ -148,3 +148,15 @@ def test_the_fast_path_needs_no_package_and_no_event_loop() -> None:
     slow = {"pydantic", "anyio", "typer", "rich", "asyncio", "IPython", "yaml", "argparse", "subprocess",
             "dataclasses", "inspect", "logging", "pathlib", "hashlib", "concurrent.futures"}  # fmt: skip
     assert not loaded & slow, loaded & slow
+
+
+@pytest.mark.parametrize("module", ["cli.once", "engines.namespace.launcher", "guest.zygote"])
+def test_the_processes_of_a_single_program_load_nothing_that_costs_more_than_they_do(module: str) -> None:
+    """Each of these brings several of the others, and some cost more than the whole of ringfence."""
+    costly = {"typing", "collections", "enum", "re", "functools", "contextlib", "threading", "socket", "selectors", "json",
+              "signal", "dataclasses", "pathlib", "subprocess", "logging", "inspect", "ringfence.guest.kernel"}  # fmt: skip
+    code = f"import sys; sys.path.append({str(PACKAGE.parent)!r}); import ringfence.{module}; print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True).stdout
+    loaded = set(shown.split())
+    assert f"ringfence.{module}" in loaded
+    assert not loaded & costly, loaded & costly

@@ -19,12 +19,8 @@ from __future__ import annotations
 
 import os
 import select
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from ringfence.cli import precompiled
 from ringfence.cli.arguments import Request, UsageError
@@ -43,6 +39,16 @@ from ringfence.guest.protocol import (
     ProtocolViolation,
 )
 from ringfence.node import environments
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+    import socket
+    from collections.abc import Callable
+    from typing import Any
+else:
+    import _signal as signal
+    import _socket as socket
 
 TIMED_OUT, FAILED, NOT_RUNNABLE, NOT_FOUND = 124, 125, 126, 127
 MISUSED = 2  # arguments that make no sense

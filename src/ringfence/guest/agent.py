@@ -21,12 +21,8 @@ import gc
 import mmap
 import os
 import resource
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
 
 from ringfence.guest import contexts, files, jobs, processes, transfers, watch
 from ringfence.guest.credentials import (
@@ -44,6 +40,16 @@ from ringfence.guest.loop import READ, WRITE, Loop
 from ringfence.guest.processes import Marks
 from ringfence.guest.protocol import CLOSE, CREDIT, DATA, EOF, EVENT, MAX_JSON, OPEN, Mux, ProtocolViolation
 from ringfence.linux.syscalls import NUMBER, call, check, libc, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+    import socket
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+else:
+    import _signal as signal
+    import _socket as socket
 
 _RECEIVE = 256 << 10
 _HIGH_WATER = 4 << 20

@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
-from collections.abc import Callable
 
 from ringfence.linux import capabilities, landlock, mounts, namespaces, resource_limits
 from ringfence.linux.syscalls import NUMBER, call, close_from, libc, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+else:
+    import _socket as socket
 
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24

@@ -13,25 +13,30 @@ from __future__ import annotations
 
 import _signal  # pyright: ignore[reportMissingImports]
 import gc
-import json
 import os
-import signal
-import socket
 import struct
-from collections import deque
-from typing import TYPE_CHECKING, Any
 
-from ringfence.guest import kernel as kernel_process
 from ringfence.guest import processes
 from ringfence.guest.credentials import IGNORED_SIGNALS, User, decode, raise_kill_order
 from ringfence.guest.jobs import Refused, environment
 from ringfence.guest.pipes import READ, WRITE, Source, bytes_waiting, new_pipe
 from ringfence.guest.protocol import RESULTS, STDERR, STDOUT
+from ringfence.linux.json_text import dumps_compactly, loads
 from ringfence.linux.namespaces import fork_alone
 from ringfence.linux.syscalls import close_from
 
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
+    import signal
+    import socket
+    from collections import deque
+    from typing import Any
+
     from ringfence.guest.agent import Agent
+else:
+    import _signal as signal
+    import _socket as socket
+    from _collections import deque
 
 MAX_CONTEXTS = 64
 MAX_QUEUE = 256
@@ -52,7 +57,9 @@ _NUDGES = (0.05, 0.5)  # seconds after an interrupt
 
 def run_kernel(control: socket.socket, config: dict[str, Any]) -> None:
     """What a forked kernel becomes; never returns. Tests put a small stand-in here."""
-    kernel_process.run(control, config)
+    from ringfence.guest import kernel
+
+    kernel.run(control, config)
 
 
 class Execution:
@@ -167,7 +174,7 @@ class Kernel:
     # ---------------------------------------------------------------- sending
 
     def _send(self, message: dict[str, Any]) -> None:
-        raw = json.dumps(message, separators=(",", ":")).encode("ascii")
+        raw = dumps_compactly(message).encode("ascii")
         self._outgoing += _LENGTH.pack(len(raw)) + raw
         self._write()
 
@@ -193,6 +200,10 @@ class Kernel:
             self.agent.loop.forget(self._descriptor)
 
     def execute(self, execution: Execution) -> None:
+        from ringfence.guest import (
+            kernel,  # loaded where there are kernels; one program alone does without it
+        )
+
         execution.late_bytes = 0
         for source in self.sources:
             source.drop_waiting()
@@ -200,7 +211,7 @@ class Kernel:
             source.discarded = 0
             source.channel = execution.channel
         self._status = None
-        execution.token = kernel_process.token_of(self._secret, execution.nonce)
+        execution.token = kernel.token_of(self._secret, execution.nonce)
         self._send({
             "do": "execute", "nonce": execution.nonce.hex(), "code": execution.code, "quiet": execution.quiet,
             "env": execution.env,
@@ -223,7 +234,9 @@ class Kernel:
     def _nudge(self, execution: Execution | None) -> None:
         """See `kernel.NUDGE`."""
         if execution is not None and self.context is not None and self.context.current is execution:
-            processes.send(self.pid, kernel_process.NUDGE)
+            from ringfence.guest import kernel
+
+            processes.send(self.pid, kernel.NUDGE)
 
     # -------------------------------------------------------------- receiving
 
@@ -326,7 +339,7 @@ class Kernel:
                 self.interrupt()
             return
         try:
-            message = json.loads(payload)
+            message = loads(payload)
             status = message["status"]
             count = message.get("execution_count")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -13,10 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-from typing import Any, NamedTuple
 
 from ringfence.linux.syscalls import NUMBER, call, libc, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+    from typing import Any, NamedTuple
+else:
+    import _signal as signal
+
+    from ringfence.linux.records import NamedTuple
 
 PR_SET_DUMPABLE = 4
 PR_SET_KEEPCAPS = 8

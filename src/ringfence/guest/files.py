@@ -15,18 +15,22 @@ data), b"D" + bytes and b"W" + [!I length][JSON][bytes] (entry, content and end 
 
 from __future__ import annotations
 
-import array
 import errno
-import json
 import os
-import socket
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from ringfence.guest.credentials import decode, encode
+from ringfence.linux.channels import descriptors_in, send_descriptors
+from ringfence.linux.json_text import dumps, loads
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from typing import Any
+else:
+    import _socket as socket
 
 PACKET = 128 << 10
 INLINE = 60 << 10
@@ -72,18 +76,25 @@ _REACH = 3900
 """Bytes of a path that is given to the kernel in one piece (PATH_MAX is 4096)."""
 
 
-@contextmanager
-def reachable(path: bytes) -> Iterator[bytes]:
+class reachable:
     """`path`, or where it is longer than the kernel takes, a short name of the same: deep trees are reached by way
     of descriptors of the directories above. Valid inside the `with` only."""
-    if len(path) <= _REACH:
-        yield path
-        return
-    directory = open_directory(os.path.dirname(path.rstrip(b"/")))
-    try:
-        yield b"/proc/self/fd/%d/%s" % (directory, os.path.basename(path.rstrip(b"/")))
-    finally:
-        os.close(directory)
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: bytes) -> None:
+        self._path, self._descriptor = path, -1
+
+    def __enter__(self) -> bytes:
+        if len(self._path) <= _REACH:
+            return self._path
+        path = self._path.rstrip(b"/")
+        self._descriptor = open_directory(os.path.dirname(path))
+        return b"/proc/self/fd/%d/%s" % (self._descriptor, os.path.basename(path))
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
 def open_directory(path: bytes, flags: int = os.O_PATH) -> int:
@@ -199,11 +210,11 @@ class Worker:
             packet, ancillary, _, _ = self._channel.recvmsg(PACKET + 4096, socket.CMSG_SPACE(16))
             if not packet:
                 return
-            self._descriptors = received_descriptors(ancillary)
+            self._descriptors = descriptors_in(ancillary)
             operation = ""
             try:
                 length = _LENGTH.unpack_from(packet)[0]
-                request = json.loads(packet[4 : 4 + length])
+                request = loads(packet[4 : 4 + length])
                 operation = request["op"]
                 answer = self._operations[operation](request, packet[4 + length :])
             except Exception as error:
@@ -212,7 +223,7 @@ class Worker:
                 os.close(descriptor)
             self._descriptors = []
             if answer is not None:
-                self._channel.send(b"J" + json.dumps(answer).encode("ascii"))
+                self._channel.send(b"J" + dumps(answer).encode("ascii"))
 
     def _path(self, request: dict[str, Any], key: str = "path") -> bytes:
         return resolve(encode(request[key]), self._home)
@@ -252,7 +263,7 @@ class Worker:
         count = 0
         streamed = False
         for item in self._walk(self._path(request), depth):
-            found += json.dumps(item).encode("ascii")
+            found += dumps(item).encode("ascii")
             found += b"\n"
             count += 1
             if len(found) > _LIST_INLINE:
@@ -265,7 +276,7 @@ class Worker:
             if found:
                 self._channel.send(b"D" + found)
             return {"count": count, "streamed": True}
-        return {"entries": [json.loads(line) for line in found.splitlines()], "count": count}
+        return {"entries": [loads(line) for line in found.splitlines()], "count": count}
 
     def _walk(self, top: bytes, depth: int) -> Iterator[dict[str, Any]]:
         """Entries below `top`, each directory before its content, names sorted.
@@ -418,7 +429,7 @@ class Worker:
                 os.close(descriptor)
                 raise
         try:
-            head = b"E" + json.dumps({"entry": entry}).encode("ascii")
+            head = b"E" + dumps({"entry": entry}).encode("ascii")
             if status.st_dev != self._process_device and status.st_size > INLINE:
                 send_descriptors(self._channel, head, [descriptor])
                 return None
@@ -467,7 +478,7 @@ class Worker:
             descriptor, temporary = new_file(directory)
             try:
                 answer = {"name": decode(name), "temporary": decode(temporary)}
-                send_descriptors(self._channel, b"J" + json.dumps(answer).encode("ascii"), [descriptor, directory])
+                send_descriptors(self._channel, b"J" + dumps(answer).encode("ascii"), [descriptor, directory])
             finally:
                 os.close(descriptor)
         finally:
@@ -746,19 +757,3 @@ def _move_across(source: bytes, target: bytes) -> None:
         remove_tree(source)
     else:
         os.unlink(source)
-
-
-def received_descriptors(ancillary: list[Any]) -> list[int]:
-    """The descriptors in what recvmsg(2) returned beside the data."""
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
-
-
-def send_descriptors(channel: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    if not descriptors:
-        channel.send(data)
-        return
-    channel.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])

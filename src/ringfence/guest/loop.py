@@ -14,9 +14,14 @@ import heapq
 import itertools
 import select
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable
+    from typing import Any
+else:
+    from _collections import deque
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT

@@ -12,14 +12,18 @@ import fcntl
 import os
 import struct
 import termios
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from ringfence.guest.loop import READ, WRITE
 
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable
+    from typing import Any
+
     from ringfence.guest.agent import Agent
+else:
+    from _collections import deque
 
 CHUNK = 64 << 10
 _FINISH_TERMINAL = 1 << 20

@@ -11,9 +11,14 @@ Works in short steps, so that a fork bomb can't keep the agent from its other ch
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Callable
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+else:
+    import _signal as signal
 
 _STEP_SECONDS = 0.02
 _STOP_ROUNDS = 40

@@ -31,10 +31,20 @@ credit, so a guest cannot go on for ever.
 from __future__ import annotations
 
 import itertools
-import json
 import struct
-from collections import deque
-from typing import Any, NamedTuple, Union
+
+from ringfence.linux import json_text
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from collections import deque
+    from typing import Any, NamedTuple, Union
+
+    Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007
+else:
+    from _collections import deque
+
+    from ringfence.linux.records import NamedTuple
 
 VERSION = 1
 MINIMUM_VERSION = 1
@@ -81,9 +91,6 @@ _RECEIVES = {
 }
 _FREE_KINDS = 1 << CREDIT | 1 << EOF | 1 << PING | 1 << PONG
 
-Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 (a runtime value; Python 3.9)
-
-
 class ProtocolViolation(ValueError):
     """The peer broke the protocol. The connection cannot go on; on the host the sandbox counts as dead."""
 
@@ -124,23 +131,9 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-# The C halves of the json module, made once: its own `encode` and `decode` set them up anew for every
-# message.
-_encoder: Any = getattr(json.encoder, "c_make_encoder", None)
-_encode_chunks = _encoder and _encoder(
-    None, _refuse, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
-)
-_encode_slowly = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
-_decoder: Any = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite_float)
-_scan_json = _decoder.scan_once
-
-
-def _encode_json(value: Any) -> str:
-    return "".join(_encode_chunks(value, 0)) if _encode_chunks else _encode_slowly(value)
+# Made once: `json.dumps` and `json.loads` set theirs up anew for every message.
+_encode_json = json_text.encoder(",", ":", allow_nan=False)
+_scan_json = json_text.scanner(_finite_float, _reject_constant)
 
 
 def encode_object(value: dict[str, Any], limit: int) -> bytes:

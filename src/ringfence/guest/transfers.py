@@ -13,24 +13,31 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
-import signal
-import socket
 import stat
 import struct
-from collections import deque
-from typing import TYPE_CHECKING, Any
 
 from ringfence.guest import files, processes
 from ringfence.guest.credentials import User, encode
-from ringfence.guest.files import INLINE, PACKET, describe_error, received_descriptors
+from ringfence.guest.files import INLINE, PACKET, describe_error
 from ringfence.guest.jobs import Refused, text_of
 from ringfence.guest.protocol import FILE
+from ringfence.linux.channels import descriptors_in, send_descriptors
+from ringfence.linux.json_text import dumps, dumps_compactly, loads
 from ringfence.linux.syscalls import close_from
 
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
+    import signal
+    import socket
+    from collections import deque
+    from typing import Any
+
     from ringfence.guest.agent import Agent
+else:
+    import _signal as signal
+    import _socket as socket
+    from _collections import deque
 
 MAX_WORKERS = 4
 _PATIENCE = 0.005  # how long requests wait before one more worker is forked
@@ -71,9 +78,9 @@ class _Worker:
 
     def ask(self, request: Request, message: dict[str, Any], blob: bytes = b"", descriptors: tuple[int, ...] = ()) -> None:
         self.request = request
-        raw = json.dumps(message, separators=(",", ":")).encode("ascii")
+        raw = dumps_compactly(message).encode("ascii")
         try:
-            files.send_descriptors(self._socket, _LENGTH.pack(len(raw)) + raw + blob, list(descriptors))
+            send_descriptors(self._socket, _LENGTH.pack(len(raw)) + raw + blob, list(descriptors))
         except OSError:
             self.lose()
 
@@ -89,7 +96,7 @@ class _Worker:
             return
         except OSError:
             packet, ancillary, flags = b"", [], 0
-        descriptors = received_descriptors(ancillary)
+        descriptors = descriptors_in(ancillary)
         if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or request is None:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -256,7 +263,7 @@ class Request:
         for key in _PATHS.get(message["op"], ("path",)):
             if not text_of(message.get(key), key):
                 raise Refused("invalid", f"{key} is empty")
-        if len(json.dumps(self.message)) > _MAX_REQUEST:
+        if len(dumps(self.message)) > _MAX_REQUEST:
             raise Refused("invalid", "the request is too long")
 
     def begin(self) -> None:
@@ -281,7 +288,7 @@ class Request:
             return False
         if kind != b"J":
             raise ValueError("an unexpected packet")
-        answer = json.loads(payload)
+        answer = loads(payload)
         if not isinstance(answer, dict):
             raise ValueError("not an object")
         self.answer(answer)
@@ -357,7 +364,7 @@ class Download(Request):
     def answered(self, worker: _Worker, kind: bytes, payload: bytes, descriptors: list[int]) -> bool:
         if kind == b"W" and not descriptors:
             length = _LENGTH.unpack_from(payload)[0] if len(payload) >= 4 else 0
-            entry = json.loads(payload[4 : 4 + length])["entry"]
+            entry = loads(payload[4 : 4 + length])["entry"]
             self.agent.mux.send_event(self.channel, {"entry": entry})
             if len(payload) > 4 + length:
                 self.data(payload[4 + length :])
@@ -366,7 +373,7 @@ class Download(Request):
         if kind != b"E":
             return super().answered(worker, kind, payload, descriptors)
         try:
-            entry = json.loads(payload)["entry"]
+            entry = loads(payload)["entry"]
             self.agent.mux.send_event(self.channel, {"entry": entry})
             if not descriptors:
                 return False
@@ -526,7 +533,7 @@ class Upload(Request):
         if self._asked != "begin" or len(descriptors) != 2:
             return super().answered(worker, kind, payload, descriptors)
         try:
-            place = json.loads(payload)
+            place = loads(payload)
             if not isinstance(place["name"], str) or not isinstance(place["temporary"], str):
                 raise ValueError("bad names")
             status = os.fstat(descriptors[0])

@@ -15,16 +15,22 @@ from __future__ import annotations
 import _socket
 import ctypes
 import gc
-import json
 import os
 import select
-import socket
 import sys
-from typing import Any
 
 from ringfence.guest import agent, confine
 from ringfence.linux import filters, landlock, namespaces, seccomp
+from ringfence.linux.channels import receive_descriptors, send_descriptors
+from ringfence.linux.json_text import dumps, loads
 from ringfence.linux.syscalls import libc, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+else:
+    import _socket as socket
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -87,10 +93,10 @@ class Zygote:
         namespaces.enter(self.own_network, namespaces.CLONE_NEWNET)
 
     def _request(self) -> None:
-        message, descriptors, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
+        message, descriptors = receive_descriptors(self.control, 1 << 16, 16)
         if not message:
             os._exit(0)
-        request = json.loads(message)
+        request = loads(message)
         self._create(request, descriptors)
 
     def _create(self, request: dict, descriptors: list[int]) -> None:
@@ -126,7 +132,7 @@ class Zygote:
             try:
                 confine.confine(request, descriptors[1:], network, stream, mapping, self.prepared)
             except confine.ConfinementError as error:
-                mapping.send(b"e" + json.dumps({"step": error.step, "message": str(error.error)}).encode())
+                mapping.send(b"e" + dumps({"step": error.step, "message": str(error.error)}).encode())
                 os._exit(70)
             agent.serve(stream, request["boot"])
         except BaseException as error:  # noqa: BLE001 - nothing may unwind into the zygote's loop
@@ -135,7 +141,7 @@ class Zygote:
                     import traceback
 
                     traceback.print_exc()
-                mapping.send(b"e" + json.dumps({"step": "agent", "message": repr(error)[:500]}).encode())
+                mapping.send(b"e" + dumps({"step": "agent", "message": repr(error)[:500]}).encode())
             except OSError:
                 pass
         finally:
@@ -156,7 +162,7 @@ class Zygote:
                 ours.send(b"x")
             return
         if message[:1] == b"e":
-            problem = json.loads(message[1:])
+            problem = loads(message[1:])
             self._say({"failed": request["id"], **problem})
         self.poll.unregister(descriptor)
         del self.mapping[descriptor]
@@ -172,11 +178,8 @@ class Zygote:
             pass
 
     def _say(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
-        raw = json.dumps(message).encode()
-        if descriptors:
-            socket.send_fds(self.control, [raw], descriptors)
-        else:
-            self.control.send(raw)
+        raw = dumps(message).encode()
+        send_descriptors(self.control, raw, descriptors or [])
 
 
 def collapse_heap() -> int:
@@ -232,8 +235,8 @@ def main(control_descriptor: int) -> None:
     """Entry of the executed zygote: warm up, then serve."""
     prctl(PR_SET_PDEATHSIG, 9)
     control = socket.socket(fileno=control_descriptor)
-    control.set_inheritable(False)
-    settings = json.loads(control.recv(1 << 16))
+    os.set_inheritable(control_descriptor, False)
+    settings = loads(control.recv(1 << 16))
     problems: list[str] = []
     if settings["modules"] is not None:
         gc.enable()

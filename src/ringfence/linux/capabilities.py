@@ -13,9 +13,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
-from typing import NamedTuple
 
 from ringfence.linux import numbers, syscalls
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import NamedTuple
+else:
+    from ringfence.linux.records import NamedTuple
 
 # In order of number, from 0.
 _NAMES_FROM_0 = (

@@ -24,7 +24,6 @@ the refusals: CVE numbers where given, Docker's and bubblewrap's profiles, SECUR
 
 from __future__ import annotations
 
-import functools
 from errno import (
     EAFNOSUPPORT,
     EINVAL,
@@ -36,13 +35,11 @@ from errno import (
     EPERM,
     EPROTONOSUPPORT,
 )
-from typing import NamedTuple
 
 from ringfence.linux import numbers, seccomp
 from ringfence.linux.seccomp import (
     ALLOW,
     Rule,
-    Verdict,
     any_bit,
     at_least,
     errno_verdict,
@@ -51,6 +48,14 @@ from ringfence.linux.seccomp import (
     one_of,
     when,
 )
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import NamedTuple
+
+    from ringfence.linux.seccomp import Verdict
+else:
+    from ringfence.linux.records import NamedTuple
 
 DEFAULT = errno_verdict(ENOSYS)
 FOREIGN_ARCHITECTURE = errno_verdict(ENOSYS)
@@ -614,7 +619,9 @@ def decisions(
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=32)
+_built: dict[tuple[str, bool, bool, bool], bytes] = {}
+
+
 def _build(arch: str, single_uid: bool, root: bool, watched_memory: bool) -> bytes:
     verdicts = {
         decision.number: decision.verdict
@@ -635,7 +642,10 @@ def guest_filter(
 
     Raises OSError (ENOSYS) on a machine and ValueError for a name without a table of system calls.
     """
-    return _build(arch or numbers.architecture(), bool(single_uid), bool(root), bool(watched_memory))
+    key = arch or numbers.architecture(), bool(single_uid), bool(root), bool(watched_memory)
+    if key not in _built:
+        _built[key] = _build(*key)
+    return _built[key]
 
 
 def denied(

@@ -14,7 +14,6 @@ Facts: landlock(7), Documentation/userspace-api/landlock.rst, linux/landlock.h.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import struct
 
@@ -74,10 +73,15 @@ def abi() -> int:
         raise
 
 
-@functools.cache
+_known_abi = -1
+
+
 def _cached_abi() -> int:
     # A forked sandbox finds its zygote's answer: the kernel stays the same.
-    return abi()
+    global _known_abi
+    if _known_abi < 0:
+        _known_abi = abi()
+    return _known_abi
 
 
 def file_rights(version: int) -> int:

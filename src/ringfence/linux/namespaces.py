@@ -12,7 +12,6 @@ import _socket  # the C socket: that of `socket` turns numbers into enumerations
 import ctypes
 import fcntl
 import os
-import signal
 import struct
 
 from ringfence.linux import numbers
@@ -25,6 +24,12 @@ from ringfence.linux.syscalls import (
     libc_with_lock,
     write_file,
 )
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+else:
+    import _signal as signal
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000

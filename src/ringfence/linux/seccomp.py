@@ -17,10 +17,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Union
 
 from ringfence.linux import numbers, syscalls
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, NamedTuple, Union
+else:
+    from ringfence.linux.records import NamedTuple
 
 # What a filter can answer (linux/seccomp.h).
 KILL_PROCESS = 0x80000000
@@ -129,7 +134,8 @@ class Rule(NamedTuple):
     otherwise: int
 
 
-Verdict = Union[int, Rule]  # noqa: UP007 - evaluated on Python 3.9 too
+if TYPE_CHECKING:
+    Verdict = Union[int, Rule]  # noqa: UP007 - as Python 3.9 writes it
 
 
 def when(verdict: int, *tests: Test) -> Line:

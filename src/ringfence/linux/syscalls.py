@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
 # PyDLL keeps the interpreter lock across the call: needed where the call returns twice (clone3).

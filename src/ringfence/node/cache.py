@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 BUILDING, INDEX, LOCK, REMOVING = ".building-", ".index-", ".lock", ".removing-"
 

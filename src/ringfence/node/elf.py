@@ -11,10 +11,13 @@ Reads 64-bit little-endian files only (x86-64, aarch64, riscv64); anything else 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
 
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
     from mmap import mmap
+    from typing import NamedTuple
+else:
+    from ringfence.linux.records import NamedTuple
 
 _PT_LOAD, _PT_DYNAMIC, _SHT_DYNSYM = 1, 2, 11
 _DT_NEEDED, _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH = 1, 5, 14, 15, 29

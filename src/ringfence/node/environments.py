@@ -18,15 +18,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
 
 from ringfence.node import cache
 
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
+    from typing import NamedTuple
 
     from ringfence.node.distributions import Installed
+
+    Progress = Callable[[str], None]
+else:
+    from ringfence.linux.records import NamedTuple
 
 ENVIRONMENT_INSIDE = "/opt/env"
 LIBRARY_INSIDE = "/opt/ringfence"
@@ -40,8 +45,6 @@ FONT_CACHE = "share/matplotlib"
 
 FORMAT = "4"
 """Part of every key: raise it when the way trees are built changes."""
-
-Progress = Callable[[str], None]
 
 
 class _Recipe(NamedTuple):

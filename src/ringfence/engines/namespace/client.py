@@ -7,21 +7,27 @@ node's I/O thread watches; nothing here blocks. Standard library only.
 
 from __future__ import annotations
 
-import json
+import _thread
 import os
-import socket
-import threading
-from collections.abc import Callable
-from typing import Any
 
 from ringfence.engines.namespace.starting import PASSED_ENVIRONMENT, start_launcher
 from ringfence.errors import EnforcementError, EngineError
+from ringfence.linux.channels import send_descriptors
+from ringfence.linux.json_text import dumps, loads
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from typing import Any
+
+    Answer = Callable[[dict[str, Any]], object]
+else:
+    import _socket as socket
 
 __all__ = ["PASSED_ENVIRONMENT", "Launcher", "refusal"]
 
 MAXIMUM_ANSWER = 256 << 10
-
-Answer = Callable[[dict[str, Any]], object]
 
 
 class Launcher:
@@ -39,7 +45,7 @@ class Launcher:
     ):
         self._on_event = on_event
         self._on_lost = on_lost
-        self._lock = threading.Lock()
+        self._lock = _thread.allocate_lock()
         self._number = 0
         self._answers: dict[int, Answer] = {}
         self.lost = False
@@ -72,12 +78,9 @@ class Launcher:
             self._number += 1
             number = self._number
             self._answers[number] = answer
-            raw = json.dumps({**request, "number": number}).encode()
+            raw = dumps({**request, "number": number}).encode()
             try:
-                if descriptors:
-                    socket.send_fds(self.socket, [raw], descriptors)
-                else:
-                    self.socket.send(raw)
+                send_descriptors(self.socket, raw, descriptors or [])
             except OSError as error:
                 self._answers.pop(number, None)
                 raise EngineError(f"the launcher does not listen: {error.strerror}") from error
@@ -93,7 +96,7 @@ class Launcher:
         if not raw:
             self.lose()
             return False
-        message = json.loads(raw)
+        message = loads(raw)
         if "re" in message:
             with self._lock:
                 answer = self._answers.pop(message["re"], None)

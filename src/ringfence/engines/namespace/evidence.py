@@ -8,7 +8,10 @@ read counts as not in force. Standard library only.
 from __future__ import annotations
 
 import os
-from typing import Any
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import Any
 
 _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 

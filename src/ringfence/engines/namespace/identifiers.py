@@ -14,7 +14,12 @@ import fcntl
 import os
 import pwd
 import stat
-from typing import NamedTuple
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    from typing import NamedTuple
+else:
+    from ringfence.linux.records import NamedTuple
 
 SLOT = 128  # ids of one sandbox: root, user, agent, nobody, and the job groups behind them
 FIRST_SLOT = 128

@@ -11,17 +11,24 @@ started, removes every cgroup it made, and ends; if it is killed itself, the ker
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
-import signal
-import socket
 import time
-from typing import Any
 
 from ringfence.engines.namespace import evidence, grammar, identifiers, spawn
 from ringfence.linux import cgroups, memory_watch, resource_limits
+from ringfence.linux.channels import receive_descriptors, send_descriptors
+from ringfence.linux.json_text import dumps, loads
 from ringfence.linux.syscalls import NUMBER, call, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import signal
+    import socket
+    from typing import Any
+else:
+    import _signal as signal
+    import _socket as socket
 
 PR_SET_NAME = 15
 PR_SET_DUMPABLE = 4
@@ -174,7 +181,7 @@ class Launcher:
 
     def _request(self) -> None:
         try:
-            raw, descriptors, _, _ = socket.recv_fds(self.control, grammar.MAXIMUM_REQUEST + 1, 4)
+            raw, descriptors = receive_descriptors(self.control, grammar.MAXIMUM_REQUEST + 1, 4)
         except ConnectionResetError:
             raw, descriptors = b"", []
         if not raw:
@@ -207,7 +214,7 @@ class Launcher:
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
-            self.control.send(json.dumps(message).encode())
+            self.control.send(dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
             self.closing = True
 
@@ -267,7 +274,7 @@ class Launcher:
             if os.path.isdir("/" + name) and not os.path.islink("/" + name)
         ]  # fmt: skip
         zygote.control.send(
-            json.dumps(
+            dumps(
                 {"modules": request["modules"], "single": plan.single, "networks": self.spares,
                  "watched_memory": not self._hard("memory"), "kernel": zygote.kernel}
             ).encode()
@@ -317,12 +324,12 @@ class Launcher:
         cell = Cell(request["id"], zygote, slot, group, limits)
         self.cells[cell.id] = cell
         born = group.clone_fd()
-        message = json.dumps({**self._zygote_request(request, cell), "born": born is not None}).encode()
+        message = dumps({**self._zygote_request(request, cell), "born": born is not None}).encode()
         if born is not None:
             group.permit(zygote.plan.uid_map[0][1])
         try:
-            socket.send_fds(
-                zygote.control, [message],
+            send_descriptors(
+                zygote.control, message,
                 [descriptors[0], *([born] if born is not None else []), *group.procs_fds(v2=False)],
             )  # fmt: skip
         except OSError as error:
@@ -458,7 +465,7 @@ class Launcher:
 
     def _zygote_says(self, zygote: Zygote) -> None:
         try:
-            raw, descriptors, _, _ = socket.recv_fds(zygote.control, 1 << 16, 1)
+            raw, descriptors = receive_descriptors(zygote.control, 1 << 16, 1)
         except OSError:
             raw, descriptors = b"", []
         if not raw:
@@ -466,7 +473,7 @@ class Launcher:
             self.by_descriptor.pop(zygote.control.fileno(), None)
             _signal(zygote.pidfd, signal.SIGKILL)
             return
-        message = json.loads(raw)
+        message = loads(raw)
         if "ready" in message and message["problems"]:
             # What is wrong with a zygote would be wrong with every sandbox forked from it.
             for number in zygote.waiting:
@@ -670,7 +677,7 @@ def main(descriptor: int) -> None:
     os.setsid()
     os.umask(0o077)
     control = socket.socket(fileno=descriptor)
-    control.set_inheritable(False)
+    os.set_inheritable(descriptor, False)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
     prctl(PR_SET_DUMPABLE, 1)
     Launcher(control).run()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 
 from ringfence.engines.namespace.identifiers import FIRST_JOB_GROUP, JOB_GROUPS
@@ -213,7 +212,9 @@ def _mounted_below(path: str) -> list[str]:
         for line in table:
             raw = line.split()[4]
             if raw.startswith(os.fsencode(path) + b"/"):
-                found.append(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), raw)))
+                # The kernel escapes blanks and backslashes as three octal digits, and nothing else looks like that.
+                first, *rest = raw.split(b"\\")
+                found.append(os.fsdecode(first + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in rest)))
     return sorted(set(found))
 
 

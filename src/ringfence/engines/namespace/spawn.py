@@ -10,16 +10,24 @@ Standard library and ringfence.linux only.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import time
-from typing import NamedTuple
 
 from ringfence.engines.namespace.identifiers import IdPlan
 from ringfence.engines.namespace.root import TemplateRoot
 from ringfence.linux import mounts, namespaces
+from ringfence.linux.channels import receive_descriptors, send_descriptors
+from ringfence.linux.json_text import dumps, loads
 from ringfence.linux.syscalls import close_from, prctl
+
+TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
+if TYPE_CHECKING:
+    import socket
+    from typing import NamedTuple
+else:
+    import _socket as socket
+
+    from ringfence.linux.records import NamedTuple
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 20.0  # seconds a zygote may take from fork to exec before it counts as stuck
@@ -91,7 +99,7 @@ def _follow(plan: IdPlan, pid: int, sync: socket.socket, control: socket.socket)
     zygote_pid, zygote_pidfd = -1, -1
     try:
         while time.monotonic() < deadline:
-            message, descriptors, _, _ = socket.recv_fds(sync, 8192, 1)
+            message, descriptors = receive_descriptors(sync, 8192, 1)
             if not message:
                 if zygote_pidfd < 0:
                     raise SpawnError("zygote", "the template's process ended before it was started")
@@ -107,7 +115,7 @@ def _follow(plan: IdPlan, pid: int, sync: socket.socket, control: socket.socket)
             elif message[:1] == b"z":
                 zygote_pid, zygote_pidfd = int(message[1:]), descriptors[0]
             elif message[:1] == b"e":
-                problem = json.loads(message[1:])
+                problem = loads(message[1:])
                 raise SpawnError(problem["step"], problem["message"])
         raise SpawnError("zygote", "the template's process did not start in time")
     except TimeoutError:
@@ -176,7 +184,7 @@ def _child(
             os.close(information)
             step = "proc"
             _become_zygote(place, command, environment, host_name, counters)
-        socket.send_fds(sync, [b"z" + str(_outer_pid(information, pidfd)).encode()], [pidfd])
+        send_descriptors(sync, b"z" + str(_outer_pid(information, pidfd)).encode(), [pidfd])
         os._exit(0)
     except OSError as error:
         _complain(sync, step, error)
@@ -188,7 +196,7 @@ def _child(
 
 def _complain(sync: socket.socket, step: str, error: BaseException) -> None:
     try:
-        sync.send(b"e" + json.dumps({"step": step, "message": str(error)[:2000]}).encode())
+        sync.send(b"e" + dumps({"step": step, "message": str(error)[:2000]}).encode())
     except OSError:
         pass
 
