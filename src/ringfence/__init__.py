@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TransferError,
         WrongProcessError,
     )
-    from ringfence.policy import Policy
+    from ringfence.policy import Policy, Workspace
     from ringfence.sandbox import (
         AsyncCommandHandle,
         AsyncFileStream,
@@ -96,7 +96,7 @@ _HOMES = {
         "TransferError",
         "WrongProcessError",
     ),
-    "policy": ("Policy",),
+    "policy": ("Policy", "Workspace"),
     "sandbox": (
         "AsyncCommandHandle",
         "AsyncFileStream",
@@ -179,6 +179,7 @@ __all__ = [
     "TransferError",
     "TransferReport",
     "WatchHandle",
+    "Workspace",
     "WriteInfo",
     "WrongProcessError",
 ]

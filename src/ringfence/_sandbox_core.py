@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ringfence.engines.base import CellSpec, Enforced, Limits
     from ringfence.errors import SandboxDeadError
     from ringfence.policy.default import DefaultPolicy
-    from ringfence.policy.model import Policy
+    from ringfence.policy.model import Policy, Workspace
     from ringfence.stream.cell import CellHandle
     from ringfence.stream.connection import Connection
 
@@ -55,6 +55,9 @@ class SandboxOptions(TypedDict, total=False):
 
     policy: Policy | DefaultPolicy | Mapping[str, Any] | str | os.PathLike[str] | None
     """A policy, a dict, the name of a preset, or the path of a file. None: the default, `untrusted`."""
+    workspace: Workspace | Mapping[str, Any] | str | os.PathLike[str] | None
+    """A host directory that appears at `/workspace`, where commands and code then start; replaces the policy's. A path
+    means `mode="overlay"`: what the sandbox changes is held back, and the host directory stays as it is."""
     engine: str | None
     """Name of the engine that must hold it; None: the best that the policy allows."""
     timeout: float | str | None
@@ -127,7 +130,7 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
 
     Raises InvalidArgumentError, PolicyError, and EnforcementError for what cannot be held.
     """
-    from ringfence.policy.resolve import resolve
+    from ringfence.policy.resolve import resolve, workspace_fields
 
     unknown = set(options) - SandboxOptions.__annotations__.keys()
     if unknown:
@@ -156,7 +159,15 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
     envs = check_envs(options.get("envs"))
     if envs:
         fields["envs"] = envs
+    workspace = options.get("workspace")
+    if workspace is not None:
+        fields["workspace"] = workspace_fields(workspace)
+        fields["cwd"] = "/workspace" if fields["workspace"] else "/home/user"
     spec = policy.compile(**fields)
+    if spec.workspace is not None:
+        # Relative to where this process is now, not to where it is when the sandbox starts.
+        source = os.path.abspath(os.path.expanduser(spec.workspace["source"]))
+        spec = replace(spec, workspace={**spec.workspace, "source": source})
     timeout = check_seconds(_seconds(options.get("timeout")), "timeout", zero=False)
     if timeout is not None and timeout > spec.limits.max_age:
         raise InvalidArgumentError(

@@ -292,7 +292,7 @@ def test_a_timeout_longer_than_the_maximum_age_is_refused():
         ({"isolation": {"at_least": "vm"}}, "isolation level"),
         ({"isolation": {"at_least": "kernel"}}, "isolation level"),
         ({"root": True}, "root"),
-        ({"filesystem": {"read_only": ["/usr/share"]}}, "host directories"),
+        ({"filesystem": {"read_only": ["/usr/share"]}}, "host directory"),
     ],
 )
 def test_a_policy_that_cannot_be_held_is_refused_with_the_primitive_and_nothing_starts(policy, primitive):

@@ -36,7 +36,16 @@ def test_what_the_engine_asks_is_in_the_grammar():
         {"cwd": "home"}, {"cwd": "/a\0b"}, {"host_name": "a b"}, {"prefork": 1},
         {"environment": {"A=B": "x"}}, {"environment": {"A": "x\0y"}}, {"environment": {"": "x"}}, {"environment": []},
         {"environment": {"A": 1}}, {"number": -1}, {"number": "1"}, {"surprise": 1}, {"do": "exec"}, {"do": None},
-        {"template": "a/b"},
+        {"template": "a/b"}, {"directories": {}}, {"directories": [{"place": "/workspace"}]},
+        {"directories": [{"place": "/data", "mode": "rw", "root_owned": False}]},
+        {"directories": [{"place": "/workspace", "mode": "none", "root_owned": False}]},
+        {"directories": [{"place": "workspace", "mode": "ro", "root_owned": False}]},
+        {"directories": [{"place": "/data/../etc", "mode": "ro", "root_owned": False}]},
+        {"directories": [{"place": "/data//x", "mode": "ro", "root_owned": False}]},
+        {"directories": [{"place": "/data", "mode": "ro", "root_owned": 1}]},
+        {"directories": [{"place": "/data", "mode": "ro", "root_owned": False, "source": "/"}]},
+        {"directories": [{"place": "/data", "mode": "ro", "root_owned": False}] * 2},
+        {"directories": [{"place": f"/data/{n}", "mode": "ro", "root_owned": False} for n in range(34)]},
     ],
 )  # fmt: skip
 def test_a_field_outside_its_bounds_is_refused(changes):

@@ -215,6 +215,7 @@ class _Run:
             {
                 "do": "create", "id": IDENTIFIER, "template": settings.template, "limits": settings.limits,
                 "environment": environment, "cwd": "/home/user", "host_name": "sandbox", "prefork": False,
+                "directories": [],
             },
             self._checked, [theirs.fileno()],
         )  # fmt: skip

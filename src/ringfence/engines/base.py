@@ -49,7 +49,7 @@ class CellSpec:
     network_allow: tuple[Any, ...] = ()
     network_inject: tuple[Any, ...] = ()
     read_only: tuple[str, ...] = ()
-    workspace: Any = None
+    workspace: dict[str, Any] | None = None
     root: bool = False
     envs: dict[str, str] = field(default_factory=dict)
     cwd: str = "/home/user"

@@ -16,6 +16,7 @@ import errno
 import os
 
 from ringfence.linux import capabilities, landlock, mounts, namespaces, resource_limits
+from ringfence.linux.channels import send_descriptors
 from ringfence.linux.syscalls import NUMBER, call, close_from, libc, prctl
 
 TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
@@ -85,6 +86,7 @@ def _readable(name: str) -> bool:
 def confine(
     request: dict,
     groups: list[int],
+    lent_mounts: list[int],
     network: int,
     stream: socket.socket,
     mapping: socket.socket,
@@ -93,7 +95,7 @@ def confine(
     """Turn this process, pid 1 of fresh namespaces, into a sandbox. Raises ConfinementError."""
     step = "descriptors"
     try:
-        keep = [0, 1, 2, stream.fileno(), mapping.fileno(), prepared.landlock, network, *groups]
+        keep = [0, 1, 2, stream.fileno(), mapping.fileno(), prepared.landlock, network, *groups, *lent_mounts]
         close_from([descriptor for descriptor in keep if descriptor >= 0])
         step = "cgroup"
         for descriptor in groups:
@@ -110,13 +112,17 @@ def confine(
             namespaces.raise_loopback()
         step = "mounts"
         sysctls = _mount(request, prepared)
+        step = "host directory"
+        upper = _place_lent(request, lent_mounts) if lent_mounts else -1
+        step = "root"
+        mounts.change_root("/mnt/r")
         step = "host name"
         namespaces.set_host_name(request["host_name"])
         step = "session keyring"
         call(NUMBER["keyctl"], KEYCTL_JOIN_SESSION_KEYRING, 0, what="keyctl")
         os.setsid()
         step = "user namespace"
-        _enter_user_namespace(request, mapping)
+        _enter_user_namespace(request, mapping, upper)
         step = "user counters"
         namespaces.limit_counters(sysctls, COUNTERS)
         os.close(sysctls)
@@ -153,7 +159,7 @@ _PLAIN = _GUARDED | mounts.MS_NOEXEC
 
 
 def _mount(request: dict, prepared: Prepared) -> int:
-    """Put the new root together at /mnt/r and make it the root. Returns a descriptor of a still writable /proc/sys.
+    """Put the new root together at /mnt/r. Returns a descriptor of a still writable /proc/sys.
 
     The mount namespace is a private copy of the zygote's, in which every path up to here is ours alone, so the
     one-call mount(2) is safe and spares a sandbox some forty system calls.
@@ -183,8 +189,13 @@ def _mount(request: dict, prepared: Prepared) -> int:
     mounts.mount(b"proc", b"/mnt/r/proc", b"proc", _PLAIN)
     sysctls = os.open("/mnt/r/proc/sys", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     _mask_proc(prepared.masks)
-    mounts.change_root("/mnt/r")
     return sysctls
+
+
+def _place_lent(request: dict, lent_mounts: list[int]) -> int:
+    from ringfence.guest import lent  # most sandboxes are lent nothing
+
+    return lent.place(request["lent"], lent_mounts, "/mnt/r", request["owner"])
 
 
 _UPPER = (
@@ -206,7 +217,7 @@ def _mask_proc(masks: Masks) -> None:
             mounts.mount(first, place, None, mounts.MS_BIND)
 
 
-def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
+def _enter_user_namespace(request: dict, mapping: socket.socket, upper: int) -> None:
     if not request["single"]:
         # The namespace's owner is then an id of this sandbox's own range: kernel counters per owner
         # (RLIMIT_NPROC, namespaces, keys) are not shared with a neighbour.
@@ -214,7 +225,12 @@ def _enter_user_namespace(request: dict, mapping: socket.socket) -> None:
         os.setresgid(request["owner"][0], request["owner"][0], request["owner"][0])
         os.setresuid(request["owner"][0], request["owner"][0], request["owner"][0])
     namespaces.unshare(namespaces.CLONE_NEWUSER)
-    mapping.send(b"u")
+    if upper >= 0:
+        # The launcher keeps it: what was changed in the workspace is read from there, from outside.
+        send_descriptors(mapping, b"u", [upper])
+        os.close(upper)
+    else:
+        mapping.send(b"u")
     if mapping.recv(1) != b"m":
         raise OSError(0, "the id map was not written")
 

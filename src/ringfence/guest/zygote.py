@@ -36,6 +36,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE = 2 << 20
+MAXIMUM_LENT = 33  # host directories of one sandbox; engines.namespace.grammar bounds the same
 _SANDBOX_NAMESPACES = (
     namespaces.CLONE_NEWNS | namespaces.CLONE_NEWPID | namespaces.CLONE_NEWIPC | namespaces.CLONE_NEWUTS
 )
@@ -93,7 +94,7 @@ class Zygote:
         namespaces.enter(self.own_network, namespaces.CLONE_NEWNET)
 
     def _request(self) -> None:
-        message, descriptors = receive_descriptors(self.control, 1 << 16, 16)
+        message, descriptors = receive_descriptors(self.control, 1 << 16, 16 + MAXIMUM_LENT)
         if not message:
             os._exit(0)
         request = loads(message)
@@ -130,7 +131,10 @@ class Zygote:
             # The C socket: that of `socket` turns numbers into enumerations, and copies dozens of pages for it.
             stream: Any = _socket.socket(fileno=descriptors[0])
             try:
-                confine.confine(request, descriptors[1:], network, stream, mapping, self.prepared)
+                split = len(descriptors) - len(request["lent"])
+                confine.confine(
+                    request, descriptors[1:split], descriptors[split:], network, stream, mapping, self.prepared
+                )
             except confine.ConfinementError as error:
                 mapping.send(b"e" + dumps({"step": error.step, "message": str(error.error)}).encode())
                 os._exit(70)
@@ -149,11 +153,15 @@ class Zygote:
 
     def _map(self, descriptor: int) -> None:
         ours, pid, request = self.mapping[descriptor]
+        upper: list[int] = []
         try:
-            message = ours.recv(4096)
+            message, upper = receive_descriptors(ours, 4096, 1)
         except OSError:
             message = b""
         if message == b"u":
+            if upper:
+                self._say({"upper": request["id"]}, upper)
+                os.close(upper[0])
             try:
                 confine.write_maps(pid, request)
                 ours.send(b"m")
@@ -254,7 +262,7 @@ def main(control_descriptor: int) -> None:
 
 def _make_ready(settings: dict) -> None:
     """What makes forks cheaper. A failure only costs speed."""
-    from ringfence.guest import rehearsal
+    from ringfence.guest import lent, rehearsal  # noqa: F401 - a fork that needs `lent` finds it loaded
 
     try:
         rehearsal.rehearse(settings["single"], settings["modules"] is not None)

@@ -28,6 +28,7 @@ READ_ONLY = 0x1  # MOUNT_ATTR_RDONLY
 NO_SET_ID = 0x2  # MOUNT_ATTR_NOSUID
 NO_DEVICES = 0x4  # MOUNT_ATTR_NODEV
 NO_EXECUTION = 0x8  # MOUNT_ATTR_NOEXEC
+_ID_MAPPED = 0x00100000  # MOUNT_ATTR_IDMAP
 _MS_PRIVATE = 1 << 18
 MS_REC = 16384
 MNT_DETACH = 2
@@ -92,6 +93,20 @@ def set_attributes(descriptor: int, add: int = 0, remove: int = 0, *, recursive:
     arguments = ctypes.create_string_buffer(struct.pack("=QQQQ", add, remove, 0, 0))
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     call(NUMBER["mount_setattr"], descriptor, b"", flags, arguments, 32, what="mount_setattr")
+
+
+def set_apart(descriptor: int, add: int, user_namespace: int = -1) -> None:
+    """mount_setattr(2) on the one detached mount behind `descriptor`: attributes, and out of every peer group.
+
+    A copy of a shared mount shares events with it: what the host mounted below later would appear in the copy. With
+    `user_namespace` (a descriptor) the mount's ids are mapped as that namespace maps them, which the kernel allows
+    to a privileged caller in the namespace that owns the file system. Raises OSError: EINVAL where the file system
+    cannot do that, EPERM where the caller may not.
+    """
+    if user_namespace >= 0:
+        add |= _ID_MAPPED
+    arguments = ctypes.create_string_buffer(struct.pack("=QQQQ", add, 0, _MS_PRIVATE, max(0, user_namespace)))
+    call(NUMBER["mount_setattr"], descriptor, b"", AT_EMPTY_PATH, arguments, 32, what="mount_setattr")
 
 
 def attach(descriptor: int, path: str, directory: int = AT_FDCWD) -> None:

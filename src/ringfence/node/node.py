@@ -412,6 +412,7 @@ class Node:
         await wait_for(self.template(spec.template), TEMPLATE_PATIENCE)
         warm = time.perf_counter()
         handle = Handle(self, os.urandom(10).hex(), spec)
+        lent = namespace_engine.open_directories(spec)
         ours, theirs = socket_pair()
         created: Pending[dict[str, Any]] = Pending()
         try:
@@ -419,13 +420,16 @@ class Node:
             launcher = self.launcher()
             handle.connection = Connection(ours, self._reactor, handle.stream_ended)
             launcher.ask(
-                namespace_engine.create_request(handle.id, spec, self._library, prefork), created.set_result, [theirs.fileno()]
-            )
+                namespace_engine.create_request(handle.id, spec, self._library, prefork), created.set_result,
+                [theirs.fileno(), *lent],
+            )  # fmt: skip
         except BaseException:
             self._handles.pop(handle.id, None)
             raise
         finally:
             theirs.close()
+            for descriptor in lent:
+                os.close(descriptor)
         try:
             await wait_for(handle.connection.ready, START_PATIENCE)
         except BaseException as error:

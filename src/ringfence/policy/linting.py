@@ -14,6 +14,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from ringfence.linux import paths
 from ringfence.policy import commands as command_decisions
 from ringfence.policy.hosts import host_matches, parse_host
 from ringfence.policy.model import Limits, NetworkRule, Policy
@@ -79,36 +80,6 @@ WIDE_SUFFIXES = frozenset(
     for second in ("co", "com", "org", "net", "ac", "gov", "edu", "or", "ne", "go", "gob")
 )
 """Second-level suffixes under which anybody registers (a small part of the public suffix list)."""
-
-CREDENTIAL_PATHS = (
-    ".ssh",
-    ".aws",
-    ".azure",
-    ".gnupg",
-    ".kube",
-    ".docker",
-    ".netrc",
-    ".pypirc",
-    ".npmrc",
-    ".git-credentials",
-    ".config/gcloud",
-    ".config/gh",
-    ".password-store",
-)
-SYSTEM_PATHS = (
-    "/",
-    "/etc",
-    "/root",
-    "/home",
-    "/var",
-    "/var/run",
-    "/run",
-    "/proc",
-    "/sys",
-    "/dev",
-    "/boot",
-    "/var/lib",
-)
 
 INTERPRETERS = frozenset(
     {
@@ -295,7 +266,7 @@ def _filesystem(policy: Policy) -> list[Finding]:
         )
     for where, path, writable in shown:
         clean = os.path.normpath(path)
-        if any(clean.endswith("/" + secret) or f"/{secret}/" in clean for secret in CREDENTIAL_PATHS):
+        if paths.holds_credentials(clean):
             findings.append(
                 Finding(
                     "credentials",
@@ -304,7 +275,7 @@ def _filesystem(policy: Policy) -> list[Finding]:
                     "leave it out; inject headers instead",
                 )
             )
-        elif clean in SYSTEM_PATHS or re.fullmatch(r"/home/[^/]+|/Users/[^/]+", clean):
+        elif paths.is_wide(clean):
             findings.append(
                 Finding(
                     "wide-path",

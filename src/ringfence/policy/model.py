@@ -112,7 +112,7 @@ class Filesystem(_Part):
         default=None, description="A host directory at `/workspace`; none by default."
     )
     read_only: tuple[str, ...] = Field(
-        default=(), description="Absolute host paths that appear read-only at the same path inside."
+        default=(), description="Absolute paths of host directories that appear read-only at the same path inside."
     )
 
     @field_validator("read_only")
@@ -509,6 +509,7 @@ class Policy(_Part):
             "network_inject": tuple(rule.model_dump() for rule in self.network.inject),
             "read_only": self.filesystem.read_only,
             "workspace": workspace.model_dump() if workspace else None,
+            "cwd": "/workspace" if workspace else "/home/user",
             "root": self.root,
             "policy_name": self.name,
         }

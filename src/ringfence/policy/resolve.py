@@ -6,13 +6,16 @@ need none. Standard library only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from ringfence.errors import InvalidArgumentError
 from ringfence.policy.default import DEFAULT, DefaultPolicy
 
 if TYPE_CHECKING:
     from ringfence.policy.loading import Source
-    from ringfence.policy.model import Policy
+    from ringfence.policy.model import Policy, Workspace
 
 
 def resolve(source: Source = None) -> Policy | DefaultPolicy:
@@ -28,3 +31,29 @@ def resolve(source: Source = None) -> Policy | DefaultPolicy:
     from ringfence.policy.loading import load
 
     return load(source)
+
+
+def workspace_fields(workspace: Workspace | Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The workspace of a specification, from what a caller passes as `workspace=`: a directory means `overlay`.
+
+    None where the mode is `none`. Raises InvalidArgumentError, and PolicyError for fields that make no sense.
+    """
+    if isinstance(workspace, str | os.PathLike):
+        source = os.fspath(workspace)
+        if not isinstance(source, str) or not source or "\0" in source:
+            raise InvalidArgumentError(f"{source!r} cannot be a workspace", hint="pass the path of a directory, as text")
+        return {"source": source, "mode": "overlay", "allow_root_owned": False}
+    from pydantic import ValidationError
+
+    from ringfence.policy.model import Workspace, policy_error
+
+    if isinstance(workspace, Mapping):
+        try:
+            workspace = Workspace(**workspace)
+        except ValidationError as problem:
+            raise policy_error(problem) from None
+    if not isinstance(workspace, Workspace):
+        raise InvalidArgumentError(
+            f"a workspace cannot be {type(workspace).__name__}", hint='pass a directory, or Workspace(source=".", mode="ro")'
+        )
+    return None if workspace.mode == "none" else workspace.model_dump()

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from ringfence.engines.base import LEVELS, CellSpec, Probe
+from ringfence.engines.namespace.grammar import MAXIMUM_DIRECTORIES, WORKSPACE
 from ringfence.errors import EnforcementError, InvalidArgumentError
 
 NAME = "namespace"
@@ -60,12 +61,54 @@ def check(spec: CellSpec) -> None:
             hint="leave `root` out of the policy",
             primitive="root",
         )
-    if spec.workspace is not None or spec.read_only:
+    if spec.workspace is not None and spec.workspace["mode"] == "rw":
         raise EnforcementError(
-            "the policy lends directories of the host, which this version does not hold yet",
-            hint="copy files in with `sandbox.files`, or leave `filesystem` out of the policy",
-            primitive="host directories",
+            "the policy lets the sandbox write a host directory, which this version does not hold yet",
+            hint="use `mode: overlay`, and copy out what is wanted with `sandbox.files`",
+            primitive="host directory",
         )
+    if spec.root and spec.workspace is not None and spec.workspace["mode"] == "rw":
+        raise EnforcementError(
+            "`root: true` and a workspace with `mode: rw` exclude each other",
+            hint="use `mode: overlay`: root inside could write files that the host would trust",
+            primitive="host directory",
+        )
+    if len(spec.read_only) >= MAXIMUM_DIRECTORIES:
+        raise InvalidArgumentError(
+            f"{len(spec.read_only)} directories to read are more than {MAXIMUM_DIRECTORIES - 1}",
+            hint="lend a directory above them",
+        )
+
+
+def directories(spec: CellSpec) -> list[dict[str, Any]]:
+    """The host directories of `spec` as the launcher's grammar names them, without their sources."""
+    found = [{"place": place, "mode": "ro", "root_owned": False} for place in dict.fromkeys(spec.read_only)]
+    if spec.workspace is not None:
+        rest = {"mode": spec.workspace["mode"], "root_owned": spec.workspace["allow_root_owned"]}
+        found.insert(0, {"place": WORKSPACE, **rest})
+    return found
+
+
+def open_directories(spec: CellSpec) -> list[int]:
+    """Descriptors of the host directories of `spec`, in the order of `directories`: each is opened here, once.
+
+    What is named may be a symlink, which is followed now and never again. Raises InvalidArgumentError.
+    """
+    sources = list(dict.fromkeys(spec.read_only))
+    if spec.workspace is not None:
+        sources.insert(0, os.path.expanduser(spec.workspace["source"]))
+    opened: list[int] = []
+    try:
+        for source in sources:
+            opened.append(os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    except (OSError, ValueError) as error:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise InvalidArgumentError(
+            f"the host directory {source!r} cannot be lent: {getattr(error, 'strerror', error)}",
+            hint="name a directory that exists and that you may enter; single files are copied in with `sandbox.files`",
+        ) from None
+    return opened
 
 
 def template_request(
@@ -113,6 +156,7 @@ def create_request(identifier: str, spec: CellSpec, library: str | None, prefork
         "cwd": spec.cwd,
         "host_name": spec.host_name,
         "prefork": prefork,
+        "directories": directories(spec),
     }
 
 

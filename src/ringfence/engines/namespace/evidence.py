@@ -17,7 +17,8 @@ _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
 def gather(
-    pid: int, limits: dict[str, Any], report: dict[str, Any], ids: str, facts: dict[str, Any]
+    pid: int, limits: dict[str, Any], report: dict[str, Any], ids: str, facts: dict[str, Any],
+    lent: list[dict[str, Any]],
 ) -> list[list[str]]:
     """Rows of [primitive, strength, detail] for the sandbox whose first process is `pid` on the host."""
     rows: list[list[str]] = []
@@ -42,6 +43,7 @@ def gather(
     sized = [line.split()[4] for line in mountinfo if " tmpfs " in line and "size=" in line]
     rows.append(["disk", "hard" if " overlay " in root else "none", f"{limits['disk']} bytes"])
     rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])
+    rows += [_lent(each, mountinfo) for each in lent]
     for name, key in (("memory", "memory"), ("cpus", "cpus"), ("pids", "pids")):
         strength, why = report[key][0], report[key][1]
         detail = f"{limits[name]}: {why}"
@@ -57,6 +59,32 @@ def gather(
         rows.append([f"limit {name}", "hard" if held else "none", f"{soft}, and {hard} at most"])
     rows.append(["limit max_age", "hard", f"{limits['max_age']} s, kept by the launcher"])
     return rows
+
+
+_MODES = {
+    "ro": "read only; sockets and FIFOs of the host below it are dead",
+    "overlay": "changes are held back in an upper layer of its own, and counted to `disk`; the host's files stay as they are",
+    "rw": "writes go to the host at once, and sockets below it are live",
+}
+
+
+def _lent(each: dict[str, Any], mountinfo: list[str]) -> list[str]:
+    """The row of one host directory: the mode that the kernel shows, which must be the one that was asked for."""
+    place = each["place"].encode("unicode_escape").decode().replace(" ", "\\040")
+    fields = next((fields for fields in reversed([line.split() for line in mountinfo]) if fields[4] == place), [])
+    found = "none"
+    if fields:
+        options, kind, layers = fields[5].split(","), fields[fields.index("-") + 1], fields[-1]
+        if kind != "overlay":
+            found = "rw" if "rw" in options else "bound read-only"
+        else:
+            found = "overlay" if "rw" in options and "upperdir=" in layers else "ro"
+        if not {"nosuid", "nodev"} <= set(options):
+            found += " without nosuid and nodev"
+    name = "workspace" if each["place"] == "/workspace" else f"read-only directory {each['place']}"
+    held = found == each["mode"]
+    detail = f"{each['mode']}, from {each['source']}: " + (_MODES[each["mode"]] if held else f"but the kernel shows {found}")
+    return [name, "hard" if held else "none", detail]
 
 
 _IDS = {

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAXIMUM_REQUEST = 192 << 10  # bytes of one request
+MAXIMUM_DIRECTORIES = 33  # host directories of one sandbox: the workspace and those it may read
+
+WORKSPACE = "/workspace"
 
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-")  # of an id and of a host name; the first is no "-"
 _LONGEST_NAME = 63
@@ -98,6 +101,27 @@ def _sources(value: Any) -> dict[str, str]:
     return {name: _path(path) for name, path in value.items()}
 
 
+_MODES = ("ro", "rw", "overlay")
+
+
+def _directories(value: Any) -> list[dict[str, Any]]:
+    """Host directories: their descriptors come with the request, in this order."""
+    if not isinstance(value, list) or len(value) > MAXIMUM_DIRECTORIES:
+        raise GrammarError(f"a list of at most {MAXIMUM_DIRECTORIES} directories was expected")
+    for item in value:
+        if not isinstance(item, dict) or set(item) != {"place", "mode", "root_owned"} or item["mode"] not in _MODES:
+            raise GrammarError(f"a directory has a place, a mode and root_owned, not {item!r}")
+        place = _path(item["place"])
+        if any(part in ("", ".", "..") for part in place.split("/")[1:]):
+            raise GrammarError(f"{place!r} is not a plain path")
+        _boolean(item["root_owned"])
+        if item["mode"] != "ro" and place != WORKSPACE:
+            raise GrammarError("only the workspace can be written")
+    if len({item["place"] for item in value}) != len(value):
+        raise GrammarError("two directories have the same place")
+    return value
+
+
 _TIB = 1 << 40
 _LIMITS: dict[str, Callable[[Any], Any]] = {
     "memory": _integer(16 << 20, _TIB),
@@ -126,7 +150,7 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "create": {
         "id": _name, "template": _name, "limits": _limits, "environment": _environment,
-        "cwd": _path, "host_name": _name, "prefork": _boolean,
+        "cwd": _path, "host_name": _name, "prefork": _boolean, "directories": _directories,
     },
     "kill": {"id": _name, "reason": _name},
     "expire": {"id": _name, "seconds": _number(0, 10 * 365 * 86400), "fresh": _boolean},

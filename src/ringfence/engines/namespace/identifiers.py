@@ -207,10 +207,15 @@ def newidmap_works() -> bool:
     return True
 
 
-def slot_maps(plan: IdPlan, slot: int) -> tuple[list, list, tuple[int, int]]:
-    """(uid_map, gid_map, (root, user)) of a sandbox: maps as seen from the zygote's namespace."""
+def slot_maps(plan: IdPlan, slot: int, lends: bool = False) -> tuple[list, list, tuple[int, int]]:
+    """(uid_map, gid_map, (root, user)) of a sandbox: maps as seen from the zygote's namespace.
+
+    A sandbox that is lent directories (`lends`) by an ordinary user has that user's own id as its `user`: files of
+    the host belong to it, and only a privileged process could map them to another id (idmapped mounts).
+    """
     if plan.single:
         return [(USER_ID, 0, 1)], [(USER_ID, 0, 1)], (0, 0)
     base = FIRST_SLOT + slot * SLOT
-    common = [(0, base, 1), (USER_ID, base + 1, 1), (AGENT_ID, base + 2, 1), (NOBODY_ID, base + 3, 1)]
-    return common, [*common, (FIRST_JOB_GROUP, base + 8, JOB_GROUPS)], (base, base + 1)
+    user = 0 if lends and plan.kind == "subids" else base + 1
+    common = [(0, base, 1), (USER_ID, user, 1), (AGENT_ID, base + 2, 1), (NOBODY_ID, base + 3, 1)]
+    return common, [*common, (FIRST_JOB_GROUP, base + 8, JOB_GROUPS)], (base, user)

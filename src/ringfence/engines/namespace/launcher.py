@@ -81,6 +81,8 @@ class Cell:
         self.watched_kills = 0
         self.watch_failures = 0
         self.frozen = False
+        self.lent: list[dict[str, Any]] = []
+        self.upper = -1  # of an overlay workspace: where its changes are
 
     def thaw(self) -> None:
         """A frozen task on cgroup v1 dies only after it runs again."""
@@ -181,7 +183,9 @@ class Launcher:
 
     def _request(self) -> None:
         try:
-            raw, descriptors = receive_descriptors(self.control, grammar.MAXIMUM_REQUEST + 1, 4)
+            raw, descriptors = receive_descriptors(
+                self.control, grammar.MAXIMUM_REQUEST + 1, 4 + grammar.MAXIMUM_DIRECTORIES
+            )
         except ConnectionResetError:
             raw, descriptors = b"", []
         if not raw:
@@ -294,8 +298,8 @@ class Launcher:
         if zygote is None:
             self._say_missing(request)
             return None
-        if request["id"] in self.cells or len(descriptors) != 1:
-            raise grammar.GrammarError("create needs a fresh id and one descriptor")
+        if request["id"] in self.cells or len(descriptors) != 1 + len(request["directories"]):
+            raise grammar.GrammarError("create needs a fresh id, one descriptor, and one for each directory")
         limits = request["limits"]
         if limits["required"] == "hard":
             for name in ("memory", "cpus", "pids"):
@@ -307,7 +311,11 @@ class Launcher:
                     )  # fmt: skip
                     return None
         slot = self.identifiers.take_slot(zygote.plan, zygote.free, zygote.used)
+        lent: list[dict[str, Any]] = []
+        mounts: list[int] = []
         try:
+            if request["directories"]:
+                lent, mounts = self._lend(request, descriptors[1:], zygote, slot)
             usable = self.hierarchy.usable
             group = self.pool.take(
                 # tmpfs pages are charged to the group, so what files may take comes on top of the processes'.
@@ -317,11 +325,14 @@ class Launcher:
             )
             # The next sandbox will most likely want the same: groups made ahead get these limits ahead.
             self.pool.limits = (memory, pids, cpus)
-        except OSError:
+        except (OSError, spawn.SpawnError):
+            descriptors += mounts
             self.identifiers.give_slot(zygote.plan, slot, zygote.free)
             raise
+        descriptors += mounts  # closed with the others when the request is done
         self.refill_due = bool(self.hierarchy.trees) and self.spares > 0
         cell = Cell(request["id"], zygote, slot, group, limits)
+        cell.lent = lent
         self.cells[cell.id] = cell
         born = group.clone_fd()
         message = dumps({**self._zygote_request(request, cell), "born": born is not None}).encode()
@@ -330,7 +341,7 @@ class Launcher:
         try:
             send_descriptors(
                 zygote.control, message,
-                [descriptors[0], *([born] if born is not None else []), *group.procs_fds(v2=False)],
+                [descriptors[0], *([born] if born is not None else []), *group.procs_fds(v2=False), *mounts],
             )  # fmt: skip
         except OSError as error:
             self._forget(cell)
@@ -345,6 +356,30 @@ class Launcher:
         group.close_fds()
         return {}
 
+    def _lend(
+        self, request: dict[str, Any], sources: list[int], zygote: Zygote, slot: int
+    ) -> tuple[list[dict[str, Any]], list[int]]:
+        """The directories of a request as the zygote is told of them, and their mounts. Raises SpawnError."""
+        from ringfence.engines.namespace import lending
+
+        user = identifiers.slot_maps(zygote.plan, slot, lends=True)[2][1]
+        lent: list[dict[str, Any]] = []
+        made: list[int] = []
+        namespace = os.open(f"/proc/{zygote.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for each, source in zip(request["directories"], sources, strict=True):
+                path, state = lending.examine(source, self.control, each["place"], each["mode"], each["root_owned"])
+                writable = each["mode"] == "rw"
+                made.append(lending.lend(source, state, zygote.plan, namespace, user, writable))
+                lent.append({"place": each["place"], "mode": each["mode"], "source": path})
+        except BaseException:
+            for descriptor in made:
+                os.close(descriptor)
+            raise
+        finally:
+            os.close(namespace)
+        return lent, made
+
     def _say_missing(self, request: dict[str, Any]) -> None:
         """The template's zygote is gone, or was never asked for: the node asks for it and tries again."""
         self._say({"re": request["number"], "ok": False, "primitive": "zygote", "missing": request["template"],
@@ -353,7 +388,7 @@ class Launcher:
 
     def _zygote_request(self, request: dict[str, Any], cell: Cell) -> dict[str, Any]:
         limits, zygote = cell.limits, cell.zygote
-        uid_map, gid_map, owner = identifiers.slot_maps(zygote.plan, cell.slot)
+        uid_map, gid_map, owner = identifiers.slot_maps(zygote.plan, cell.slot, lends=bool(cell.lent))
         rlimits = resource_limits.for_policy(
             pids=limits["pids"],
             open_files=limits["open_files"],
@@ -390,6 +425,7 @@ class Launcher:
             "uid_map": uid_map,
             "gid_map": gid_map,
             "rlimits": rlimits,
+            "lent": [{"place": each["place"], "mode": each["mode"]} for each in cell.lent],
             "boot": boot,
         }
 
@@ -452,7 +488,7 @@ class Launcher:
             raise grammar.GrammarError("no such sandbox")
         return {
             "enforcement": evidence.gather(
-                cell.pid, cell.limits, self.report, cell.zygote.plan.kind, cell.zygote.facts
+                cell.pid, cell.limits, self.report, cell.zygote.plan.kind, cell.zygote.facts, cell.lent
             ),
             "pid": cell.pid,
         }
@@ -504,10 +540,19 @@ class Launcher:
             self.epoll.register(cell.pidfd, select.EPOLLIN)
             if cell.reason:
                 _signal(cell.pidfd, signal.SIGKILL)
+        elif "upper" in message and descriptors:
+            cell = self.cells.get(message["upper"])
+            if cell is None or cell.upper >= 0:
+                os.close(descriptors[0])
+            else:
+                cell.upper = descriptors[0]
         elif "failed" in message:
             cell = self.cells.get(message["failed"])
             if cell is not None:
-                cell.failure = {"primitive": str(message["step"])[:100], "message": str(message["message"])[:1000]}
+                step = str(message["step"])[:100]
+                cell.failure = {
+                    "primitive": step, "message": str(message["message"])[:1000], "hint": spawn.HINTS.get(step, "")
+                }  # fmt: skip
                 if cell.pidfd < 0:
                     self._cell_gone(cell)
 
@@ -571,6 +616,8 @@ class Launcher:
             os.close(cell.pidfd)
         if cell.watch is not None:
             cell.watch.close()
+        if cell.upper >= 0:
+            os.close(cell.upper)
         if not cell.group.remove():
             self.dying_groups.append(cell.group)
         self.identifiers.give_slot(cell.zygote.plan, cell.slot, cell.zygote.free)

@@ -39,6 +39,8 @@ HINTS = {
     "id map": "install the package `uidmap` and grant the user a range in /etc/subuid and /etc/subgid",
     "proc": "/proc is masked here, as in a container: start the container with an unmasked /proc "
     "(docker run --security-opt systempaths=unconfined) or use another engine",
+    "host directory": "the kernel refused to lend this directory: overlayfs cannot stand on every file system (another "
+    "overlay, some FUSE and network file systems); copy it to a local one, or copy files in with `sandbox.files`",
     "mounts": "the kernel refused a mount: Linux 5.12 or later with overlayfs in user namespaces is needed",
 }
 
@@ -46,10 +48,10 @@ HINTS = {
 class SpawnError(Exception):
     """A primitive was missing: `.primitive` names it, `.hint` says what to do."""
 
-    def __init__(self, primitive: str, message: str):
+    def __init__(self, primitive: str, message: str, hint: str = ""):
         super().__init__(message)
         self.primitive = primitive
-        self.hint = HINTS.get(primitive, "run `ringfence doctor`")
+        self.hint = hint or HINTS.get(primitive, "run `ringfence doctor`")
 
 
 class Spawned(NamedTuple):
