@@ -27,8 +27,8 @@ MACHINE = os.uname().machine if hasattr(os, "uname") else ""
 # Calls older than the unified table (numbers >= 424 are the same everywhere; source: the kernel's
 # arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h).
 _BY_MACHINE = {
-    "x86_64": {"pivot_root": 155, "keyctl": 250, "capset": 126},
-    "aarch64": {"pivot_root": 41, "keyctl": 219, "capset": 91},
+    "x86_64": {"pivot_root": 155, "keyctl": 250, "capset": 126, "renameat2": 316},
+    "aarch64": {"pivot_root": 41, "keyctl": 219, "capset": 91, "renameat2": 276},
 }
 NUMBER = {
     "pidfd_send_signal": 424,
