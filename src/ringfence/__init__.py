@@ -12,7 +12,10 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
+    from ringfence.changes.model import Applied, Change, Changes, FileState
     from ringfence.errors import (
+        ApplyConflictError,
+        ApplyRefusedError,
         CaptureError,
         CommandExitError,
         EnforcementError,
@@ -72,7 +75,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "changes.model": ("Applied", "Change", "Changes", "FileState"),
     "errors": (
+        "ApplyConflictError",
+        "ApplyRefusedError",
         "CaptureError",
         "CommandExitError",
         "EnforcementError",
@@ -131,11 +137,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "Applied",
+    "ApplyConflictError",
+    "ApplyRefusedError",
     "AsyncCommandHandle",
     "AsyncFileStream",
     "AsyncSandbox",
     "AsyncWatchHandle",
     "CaptureError",
+    "Change",
+    "Changes",
     "Chart",
     "CommandExitError",
     "CommandHandle",
@@ -148,6 +159,7 @@ __all__ = [
     "ExecutionError",
     "FileConflictError",
     "FileOperationError",
+    "FileState",
     "FileStream",
     "FileType",
     "FilesystemEvent",

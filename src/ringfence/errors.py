@@ -19,6 +19,8 @@ RingfenceError                      message, and a hint that says what to do
     ├── FileOperationError          a file operation that failed otherwise
     ├── TransferError               size or hash of what arrived differ from what was sent
     ├── CaptureError                the changes of a workspace could not be read, or are malformed
+    ├── ApplyRefusedError           changes of a workspace that may not be written, or could not; nothing was
+    │   └── ApplyConflictError      the host changed the same files meanwhile
     ├── GuestError                  the agent inside failed or answered nonsense; `.code` is its word
     ├── CommandExitError            `check=True` and a non-zero exit; `.result` holds the result
     ├── TimeoutExceededError        (TimeoutError) a deadline passed; `.partial`, `.limit`, `.what`, `.outcome`
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
+    "ApplyConflictError",
+    "ApplyRefusedError",
     "CaptureError",
     "CommandExitError",
     "EnforcementError",
@@ -180,6 +184,18 @@ class TransferError(SandboxError):
 
 class CaptureError(SandboxError):
     """The changes below a workspace could not be read, are malformed, or are more than the bounds allow."""
+
+
+class ApplyRefusedError(SandboxError):
+    """Changes of a workspace were not written to the host, not one of them. `paths` names those that stood in the way."""
+
+    def __init__(self, message: str = "", *, hint: str = "", paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.paths = paths
+
+
+class ApplyConflictError(ApplyRefusedError):
+    """The host's files at `paths` are no longer what the changes were compared with, so nothing was written."""
 
 
 class GuestError(SandboxError):

@@ -87,7 +87,7 @@ def collect(
     except where it is as `written` says, which `apply` left there.
     Raises CaptureError beyond the bounds, and OSError where the host's directory cannot be read.
     """
-    contents = tempfile.TemporaryFile(prefix="ringfence-changes-")
+    contents = tempfile.TemporaryFile(prefix="ringfence-changes-")  # noqa: SIM115 - it lives as long as the changes
     try:
         nodes = _spool(entries, contents)
         collector = _Collector(source, nodes, contents, started_ns, written or {}, entries_limit)
@@ -357,34 +357,80 @@ def _find_renames(drafts: list[_Draft]) -> None:
 
     Every step is a look-up, since the sandbox chooses how many equal files there are. Empty files are no evidence.
     """
-    deleted = {draft.path: draft for draft in drafts if draft.after is None and not draft.impossible}
-    created = {draft.path: draft for draft in drafts if draft.before is None and not draft.impossible}
-    for old, new in _equal_directories(deleted, created):
-        stems = [(old, new)]
-        while stems:
-            old_path, new_path = stems.pop()
-            created[new_path].old = deleted[old_path]
-            stems += [(old_path + name, new_path + name) for name in _names_below(deleted, old_path)]
-    by_name: dict[tuple[str, bytes], list[_Draft]] = {}
-    by_content: dict[str, list[_Draft]] = {}
-    taken = {id(draft.old) for draft in created.values() if draft.old is not None}
-    for draft in deleted.values():
-        key = _content(draft.before)
-        if key and id(draft) not in taken:
-            by_name.setdefault((key, draft.path.rpartition(b"/")[2]), []).append(draft)
-            by_content.setdefault(key, []).append(draft)
-    for exact in (True, False):
-        for draft in created.values():
-            key = _content(draft.after)
-            if not key or draft.old is not None:
-                continue
-            found = by_name.get((key, draft.path.rpartition(b"/")[2])) if exact else by_content.get(key)
-            while found:
-                candidate = found.pop()
-                if id(candidate) not in taken:
-                    taken.add(id(candidate))
-                    draft.old = candidate
-                    break
+    old, new = _Side(drafts, created=False), _Side(drafts, created=True)
+    taken: set[bytes] = set()
+    # Large trees first: then none is met whose inside was given away before.
+    for path in sorted(new.digests, key=lambda path: (-new.sizes[path], path)):
+        if new.drafts[path].old is not None:
+            continue
+        for candidate in old.by_digest.get(new.digests[path], ())[:8]:
+            if candidate not in taken:
+                _join_trees(old, new, candidate, path, taken)
+                break
+    for by_name in (True, False):
+        left: dict[tuple[str, bytes], list[bytes]] = {}
+        for path, draft in old.drafts.items():
+            if path not in taken and (content := _content(draft.before)):
+                left.setdefault((content, _name(path) if by_name else b""), []).append(path)
+        for path, draft in new.drafts.items():
+            found = left.get((_content(draft.after), _name(path) if by_name else b""))
+            if found and draft.old is None:
+                match = found.pop()
+                taken.add(match)
+                draft.old = old.drafts[match]
+
+
+class _Side:
+    """The deleted or the created names, and a digest of each directory that has a file in it."""
+
+    def __init__(self, drafts: list[_Draft], created: bool) -> None:
+        self.drafts = {
+            draft.path: draft for draft in drafts
+            if (draft.before if created else draft.after) is None and not draft.impossible
+        }  # fmt: skip
+        self.children: dict[bytes, list[bytes]] = {}
+        broken: set[bytes] = {draft.path for draft in drafts if draft.impossible}
+        for path in (*self.drafts, *broken):
+            self.children.setdefault(path.rpartition(b"/")[0], []).append(path)
+        digests: dict[bytes, str] = {}
+        self.sizes: dict[bytes, int] = {}
+        evidence: set[bytes] = set()
+        for path in sorted(self.drafts, key=lambda path: path.count(b"/"), reverse=True):
+            draft = self.drafts[path]
+            state = draft.after if created else draft.before
+            assert state is not None
+            if state.kind != "directory":
+                digest = _content(state) or ("empty" if state.kind == "file" and not state.size else "")
+                if _content(state):
+                    evidence.add(path)
+            else:
+                children = sorted(self.children.get(path, ()))
+                digest = ""
+                if all(digests.get(child) for child in children):
+                    described = b"".join(b"%s\0%s\0" % (_name(child), os.fsencode(digests[child])) for child in children)
+                    digest = "tree " + hashlib.sha256(described).hexdigest()
+                    if not evidence.isdisjoint(children):
+                        evidence.add(path)
+            digests[path] = digest
+            self.sizes[path] = 1 + sum(self.sizes[child] for child in self.children.get(path, ()) if child in self.sizes)
+        self.digests = {path: digest for path, digest in digests.items() if digest.startswith("tree ") and path in evidence}
+        self.by_digest: dict[str, list[bytes]] = {}
+        for path, digest in self.digests.items():
+            self.by_digest.setdefault(digest, []).append(path)
+
+
+def _join_trees(old: _Side, new: _Side, old_path: bytes, new_path: bytes, taken: set[bytes]) -> None:
+    waiting = [(old_path, new_path)]
+    while waiting:
+        old_here, new_here = waiting.pop()
+        new.drafts[new_here].old = old.drafts[old_here]
+        taken.add(old_here)
+        named = {_name(child): child for child in old.children.get(old_here, ())}
+        waiting += [(named[_name(child)], child) for child in new.children.get(new_here, ())]
+
+
+def _name(path: bytes) -> bytes:
+    return path.rpartition(b"/")[2]
 
 
 def _content(state: FileState | None) -> str:
@@ -392,9 +438,3 @@ def _content(state: FileState | None) -> str:
     if state is None or (state.kind == "file" and (not state.size or state.sha256 is None)):
         return ""
     return f"file {state.sha256}" if state.kind == "file" else f"link {state.target}" if state.kind == "link" else ""
-
-
-def _names_below(drafts: Mapping[bytes, _Draft], path: bytes) -> list[bytes]:
-    draft = drafts[path]
-    state = draft.before if draft.after is None else draft.after
-    return _children(drafts).get(path, []) if state is not None and state.kind == "directory" else []

@@ -128,7 +128,7 @@ def _common(
             if line == new[new_low + column]:
                 row[column] = below[column + 1] + 1
             else:
-                row[column] = below[column] if below[column] >= row[column + 1] else row[column + 1]
+                row[column] = max(below[column], row[column + 1])
         table.append(row)
         below = row
     found: list[tuple[int, int]] = []

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import IO, Any, Literal, overload
+from typing import IO, Any, Literal, Self, overload
 
 from ringfence.changes.places import Seen
 from ringfence.errors import InvalidArgumentError, NotFoundError
-from ringfence.printable import printable
+from ringfence.terminal import line
 
-__all__ = ["Applied", "Change", "Changes", "FileState", "name_of", "quoted"]
+__all__ = ["Applied", "Change", "Changes", "FileState", "name_of", "quoted", "shown"]
 
 _MARKS = {"created": "A", "modified": "M", "deleted": "D", "renamed": "R", "mode": "m"}
 
@@ -65,8 +65,12 @@ class Change:
     """Where its bytes begin in the file of captured contents."""
 
     def __str__(self) -> str:
-        where = printable(self.path) if self.old_path is None else f"{printable(self.old_path)} -> {printable(self.path)}"
-        return f"{_MARKS[self.kind]} {where}"
+        return f"{_MARKS[self.kind]} {self.label}"
+
+    @property
+    def label(self) -> str:
+        """Its path, or both of a rename, safe to print on one line."""
+        return shown(self.path) if self.old_path is None else f"{shown(self.old_path)} -> {shown(self.path)}"
 
     @property
     def ordinary(self) -> bool:
@@ -141,13 +145,13 @@ class Changes(Sequence[Change]):
             return self._changes[key]
         change = self._by_path.get(key)
         if change is None:
-            raise NotFoundError(f"nothing changed at {printable(key)!r}", hint="paths are relative to the workspace")
+            raise NotFoundError(f"nothing changed at {shown(key)!r}", hint="paths are relative to the workspace")
         return change
 
     def __contains__(self, key: object) -> bool:
         return key in self._changes if isinstance(key, Change) else key in self._by_path
 
-    def __enter__(self) -> Changes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -232,12 +236,17 @@ class Applied:
 
     def __str__(self) -> str:
         text = f"{len(self.changes)} changes applied, {self.bytes_written} bytes written"
-        return text + (f"; not empty, so they stay: {', '.join(map(printable, self.kept))}" if self.kept else "")
+        return text + (f"; not empty, so they stay: {', '.join(map(shown, self.kept))}" if self.kept else "")
 
 
 def name_of(text: str) -> str:
     """`text` with bytes that are no UTF-8 as `\\\\xNN`, so that any encoder takes it."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def shown(text: str) -> str:
+    """`text` on one line, with nothing in it that acts on a terminal or hides."""
+    return line(name_of(text))
 
 
 def quoted(path: str) -> str:

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
-__all__ = ["OtherFileSystem", "Seen", "Tree", "kind_of"]
+__all__ = ["OtherFileSystem", "Seen", "Tree", "kind_of", "names_in"]
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_PATH: to go through a directory one needs the right to search it, not to list it.
+_STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE = 1 << 20
 
 
@@ -32,6 +33,15 @@ def kind_of(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "directory"
     return "link" if stat.S_ISLNK(mode) else "other"
+
+
+def names_in(directory: int) -> list[bytes]:
+    """The names in the directory of a descriptor, sorted; any descriptor will do, one of O_PATH too. Raises OSError."""
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return sorted(map(os.fsencode, os.listdir(descriptor)))
+    finally:
+        os.close(descriptor)
 
 
 class Seen(NamedTuple):
@@ -82,13 +92,16 @@ class Tree:
 
     @contextmanager
     def directory(self, path: bytes) -> Iterator[int]:
-        """A descriptor of the directory `path` (b"": the workspace itself). Raises OSError, also for a link."""
+        """A descriptor to reach names in the directory `path` (b"": the workspace itself); not to list it.
+
+        Raises OSError, also for a link.
+        """
         descriptor = os.dup(self.descriptor)
         try:
             for name in path.split(b"/") if path else ():
                 if name in (b"", b".", b".."):
                     raise ValueError(f"{path!r} is not a plain path")
-                below = os.open(name, _DIRECTORY, dir_fd=descriptor)
+                below = os.open(name, _STEP, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = below
                 if os.fstat(descriptor).st_dev != self.device:
@@ -117,6 +130,17 @@ class Tree:
             if error.errno == errno.ELOOP:  # O_NOFOLLOW met a link
                 return None
             raise
+
+    def names(self, path: bytes) -> list[bytes]:
+        """The names in a directory, sorted. Raises OSError."""
+        with self.directory(path) as descriptor:
+            return names_in(descriptor)
+
+    def set_mode(self, path: bytes, mode: int, only_from: int | None = None) -> None:
+        """Change a directory's bits; with `only_from` only where it has those now. Raises OSError."""
+        with self.directory(path) as descriptor:
+            if only_from is None or stat.S_IMODE(os.fstat(descriptor).st_mode) == only_from:
+                os.chmod(f"/proc/self/fd/{descriptor}", mode)  # this very directory: the descriptor was opened by O_NOFOLLOW
 
     def read_link(self, path: bytes) -> bytes:
         """Where a link points. Raises OSError."""
@@ -158,7 +182,7 @@ class Tree:
             found: list[tuple[bytes, Seen]] = []
             try:
                 with self.directory(here) as descriptor:
-                    for name in sorted(map(os.fsencode, os.listdir(descriptor))):
+                    for name in names_in(descriptor):
                         state = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                         found.append((here + b"/" + name if here else name, Seen.of(state)))
             except OSError:

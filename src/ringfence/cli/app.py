@@ -221,16 +221,23 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     stale_trees: Annotated[bool, typer.Option("--stale-trees", help="Also remove cached package environments that nothing uses.")] = False,
 ) -> None:
-    """Remove what programs that were killed left behind: control groups, and cached trees on request."""
+    """Remove what programs that were killed left behind: control groups, and cached trees on request.
+
+    Also undoes, or finishes, what `apply` was writing to a workspace when it was killed.
+    """
+    from ringfence.changes import journal
     from ringfence.node.sweep import sweep as remove
 
     found = remove(dry_run=dry_run, stale_trees=stale_trees)
+    applies = journal.leftovers() if dry_run else [
+        ": ".join([each.workspace, each.outcome, *each.kept]) for each in journal.recover()
+    ]
     if json:
-        _print_json({"dry_run": dry_run, **asdict(found)})
+        _print_json({"dry_run": dry_run, **asdict(found), "applies": applies})
         return
-    for path in [*found.groups, *found.trees]:
+    for path in [*found.groups, *found.trees, *applies]:
         print(terminal.line(path))
-    count = len(found.groups) + len(found.trees)
+    count = len(found.groups) + len(found.trees) + len(applies)
     print(f"{count} leftovers {'found' if dry_run else 'removed'}" if count else "nothing is left of other lives")
 
 

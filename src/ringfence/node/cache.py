@@ -33,44 +33,61 @@ def cache_directory() -> str:
     Raises:
         EngineError: it cannot be made, or someone else owns it or may write it.
     """
-    path = _location()
+    return _owned(_location(), "cache", "RINGFENCE_CACHE")
+
+
+def state_directory() -> str:
+    """The directory of what must survive a crash and a cleaned cache, created with mode 0700 when absent.
+
+    `$RINGFENCE_STATE`, else `/var/lib/ringfence` for root, else `$XDG_STATE_HOME/ringfence` or
+    `~/.local/state/ringfence`.
+
+    Raises:
+        EngineError: it cannot be made, or someone else owns it or may write it.
+    """
+    return _owned(_place("RINGFENCE_STATE", "/var/lib", "XDG_STATE_HOME", ".local/state"), "state", "RINGFENCE_STATE")
+
+
+def _owned(path: str, what: str, variable: str) -> str:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         state = os.lstat(path)
     except OSError as problem:
         raise _engine_error(
-            f"cannot create the cache directory {path}: {problem.strerror}",
-            "set RINGFENCE_CACHE to a directory of your own",
+            f"cannot create the {what} directory {path}: {problem.strerror}",
+            f"set {variable} to a directory of your own",
         ) from None
     if not stat.S_ISDIR(state.st_mode):
-        raise _engine_error(
-            f"the cache {path} is not a directory", "set RINGFENCE_CACHE to a directory of your own"
-        )
+        raise _engine_error(f"the {what} {path} is not a directory", f"set {variable} to a directory of your own")
     if state.st_uid != os.geteuid():
         raise _engine_error(
-            f"the cache {path} belongs to uid {state.st_uid}, not to you (uid {os.geteuid()})",
-            "remove it, or set RINGFENCE_CACHE to a directory of your own",
+            f"the {what} {path} belongs to uid {state.st_uid}, not to you (uid {os.geteuid()})",
+            f"remove it, or set {variable} to a directory of your own",
         )
     if state.st_mode & 0o022:
         raise _engine_error(
-            f"the cache {path} may be written by others (mode {stat.S_IMODE(state.st_mode):04o})",
+            f"the {what} {path} may be written by others (mode {stat.S_IMODE(state.st_mode):04o})",
             f"if you trust what is in it: chmod 700 {path}; else remove it",
         )
     return path
 
 
 def _location() -> str:
+    return _place("RINGFENCE_CACHE", "/var/cache", "XDG_CACHE_HOME", ".cache")
+
+
+def _place(variable: str, of_root: str, base_variable: str, below_home: str) -> str:
     environment = os.environ
-    if chosen := environment.get("RINGFENCE_CACHE"):
+    if chosen := environment.get(variable):
         return os.path.abspath(chosen)
     if os.geteuid() == 0:
-        return "/var/cache/ringfence"
-    base = environment.get("XDG_CACHE_HOME", "")
+        return f"{of_root}/ringfence"
+    base = environment.get(base_variable, "")
     if not os.path.isabs(base):
         home = os.path.expanduser("~")
         if not os.path.isabs(home):
-            raise _engine_error("this user has no home directory for a cache", "set RINGFENCE_CACHE")
-        base = os.path.join(home, ".cache")
+            raise _engine_error("this user has no home directory for it", f"set {variable}")
+        base = os.path.join(home, below_home)
     return os.path.join(base, "ringfence")
 
 
