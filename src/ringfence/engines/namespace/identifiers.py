@@ -159,17 +159,17 @@ class Identifiers:
 
 
 def live_ids() -> set[int]:
-    """The real uids of all processes this process can see."""
+    """The effective uids of all processes this process can see: the owners of the directories /proc/PID (proc(5)).
+
+    These are enough: every id that a process of a sandbox has or can take is one that its user namespace maps, so
+    its effective one lies in the sandbox's slot as its others do. Reading them all from /proc/PID/status took half
+    of a launcher's time.
+    """
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 found.add(os.stat("/proc/" + name).st_uid)
-                with open(f"/proc/{name}/status") as status:
-                    for line in status:
-                        if line.startswith("Uid:"):
-                            found.update(int(part) for part in line.split()[1:])
-                            break
             except OSError:
                 continue
     return found

@@ -23,9 +23,10 @@ GUARDED = mounts.READ_ONLY | mounts.NO_SET_ID | mounts.NO_DEVICES
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 # Copied by value into the synthetic /etc where the host has them: look-up tables that programs below /usr
-# need and that name no user and no secret.
+# need and that name no user and no secret. The first ones are there before the zygote starts, which reads them.
+_COPIED_FIRST = ("ld.so.cache", "localtime")
 _COPIED = (
-    "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "services",
+    "alternatives", "ld.so.conf", "ld.so.conf.d", "mime.types", "services",
     "protocols", "os-release", "debian_version", "fonts", "magic", "terminfo", "inputrc", "java-17-openjdk",
     "java-21-openjdk", "ssl/openssl.cnf", "ssl/certs/ca-certificates.crt", "gai.conf", "ethertypes", "rpc",
     "networks", "login.defs", "skel", "R", "ca-certificates.conf", "python3", "python3.11",
@@ -35,7 +36,8 @@ _COPY_LIMIT = 4 << 20  # bytes of one copied file; anything larger is no look-up
 
 
 class TemplateRoot:
-    """Builds the tree in two steps: trees that need the host's view first, the skeleton afterwards."""
+    """Builds the tree in three steps: trees that need the host's view, then the skeleton with all mounts, then what
+    lies in /etc, while the zygote comes up already."""
 
     def __init__(self, sources: dict[str, str], masks: list[str]):
         self.sources = sources  # name below /opt -> host directory
@@ -108,13 +110,12 @@ class TemplateRoot:
             os.close(previous)
             os.close(directory)
 
-    def build(self, host_name: str) -> str:
+    def build(self) -> str:
         """Build the skeleton and attach everything; returns the path where the new root is mounted.
 
         Preconditions: a private mount namespace owned by the caller's user namespace.
         """
         place = next(path for path in ("/mnt", "/media", "/tmp", "/run") if os.path.isdir(path))
-        etc = _host_etc()
         mounts.attach(mounts.new_filesystem("tmpfs", mounts.NO_SET_ID | mounts.NO_DEVICES, size="16m", mode="755"), place)
         os.umask(0)
         for name in ("usr", "opt", "etc", "proc", "dev", "home", "mnt", "srv", "var", "run", "root", "workspace"):
@@ -129,7 +130,8 @@ class TemplateRoot:
                 os.symlink(os.readlink("/" + name), f"{place}/{name}")
             elif name in self.trees:
                 os.mkdir(f"{place}/{name}", 0o755)
-        self._write_etc(f"{place}/etc", etc, host_name)
+        for name in _COPIED_FIRST:
+            _copy("/etc/" + name, f"{place}/etc/{name}")
         self._attach("usr", place)
         for name in list(self.trees):
             if "/" not in name:
@@ -171,10 +173,14 @@ class TemplateRoot:
         _seal(dev)
 
     @staticmethod
-    def _write_etc(etc: str, copied: dict[str, bytes | str | None], host_name: str) -> None:
-        jobs = "".join(
-            f"job{number}:x:{FIRST_JOB_GROUP + number}:\n" for number in range(JOB_GROUPS)
-        )
+    def fill_etc(place: str, host_name: str) -> None:
+        """Write the synthetic /etc below `place`. The caller still sees the host's."""
+        etc = place + "/etc"
+        for name in ("ssl", "ssl/certs"):
+            os.mkdir(f"{etc}/{name}", 0o755)
+        for name in _COPIED:
+            _copy("/etc/" + name, f"{etc}/{name}")
+        jobs = "".join(f"job{number}:x:{FIRST_JOB_GROUP + number}:\n" for number in range(JOB_GROUPS))
         written = {
             "passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
             "ringfence:x:65533:65533:ringfence agent:/nonexistent:/usr/sbin/nologin\n"
@@ -190,15 +196,6 @@ class TemplateRoot:
             "bash.bashrc": 'PS1="\\u@\\h:\\w\\$ "\n',
             "machine-id": "",
         }
-        for name, content in copied.items():
-            path = f"{etc}/{name}"
-            os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
-            if content is None:
-                os.makedirs(path, 0o755, exist_ok=True)
-            elif isinstance(content, str):
-                os.symlink(content, path)
-            else:
-                _write(path, content)
         for name, text in written.items():
             _write(f"{etc}/{name}", text.encode())
         if not os.path.lexists(f"{etc}/mtab"):
@@ -235,38 +232,32 @@ def _write(path: str, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _host_etc() -> dict[str, bytes | str | None]:
-    """Read the look-up tables of the host's /etc: bytes for files, str for links, None for directories."""
-    found: dict[str, bytes | str | None] = {}
-    for name in _COPIED:
-        _collect("/etc", name, found)
-    return found
-
-
-def _collect(base: str, name: str, found: dict[str, bytes | str | None]) -> None:
-    path = f"{base}/{name}"
+def _copy(path: str, target: str) -> None:
+    """Copy a look-up table of the host's /etc, or a directory of them. What cannot be read is left out."""
     try:
-        state = os.lstat(path)
-        if stat.S_ISLNK(state.st_mode):
-            target = os.readlink(path)
-            # A link that stays within what the sandbox has travels as a link; others are read.
-            if target.startswith(("/usr/", "/etc/alternatives/")) or name.startswith("alternatives"):
-                found[name] = target
-                return
-            if target.startswith("../usr/"):
-                found[name] = target
-                return
-            state = os.stat(path)
-        if stat.S_ISDIR(state.st_mode):
-            if not os.path.islink(path):
-                found[name] = None
-                for entry in sorted(os.listdir(path))[:2000]:
-                    _collect(base, f"{name}/{entry}", found)
-        elif stat.S_ISREG(state.st_mode) and state.st_size <= _COPY_LIMIT and state.st_mode & 0o004:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                found[name] = os.read(descriptor, _COPY_LIMIT)
-            finally:
-                os.close(descriptor)
+        try:
+            link = os.readlink(path)  # most of what lies there are links: this spares a look at each
+        except OSError:
+            link = ""
+        # A link that stays within what the sandbox has travels as a link; others are read.
+        if link.startswith(("/usr/", "/etc/alternatives/", "../usr/")) or link and path.startswith("/etc/alternatives/"):
+            os.symlink(link, target)
+        elif not link and os.path.isdir(path):
+            os.mkdir(target, 0o755)
+            for entry in sorted(os.listdir(path))[:2000]:
+                _copy(f"{path}/{entry}", f"{target}/{entry}")
+        else:
+            _copy_file(path, target)
     except OSError:
         return
+
+
+def _copy_file(path: str, target: str) -> None:
+    # A FIFO must not be waited for, and a device not be opened.
+    state = os.stat(path)
+    if stat.S_ISREG(state.st_mode) and state.st_size <= _COPY_LIMIT and state.st_mode & 0o004:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _write(target, os.read(descriptor, _COPY_LIMIT))
+        finally:
+            os.close(descriptor)

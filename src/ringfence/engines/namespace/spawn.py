@@ -176,17 +176,18 @@ def _child(
         mounts.make_private()
         if plan.kind != "ranges":
             root.open_sources()
-        place = root.build(host_name)
+        place = root.build()
         step = "process namespace"
-        # The zygote pivots the root of this mount namespace, ours too: /proc may be another one a moment from now.
-        information = os.open("/proc/self/fdinfo", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         namespaces.unshare(namespaces.CLONE_NEWPID)
-        pid, pidfd = namespaces.fork_into(namespaces.CLONE_PARENT)
+        # With a copy of the mounts: the zygote pivots its own root, and this process still sees the host's /etc.
+        pid, pidfd = namespaces.fork_into(namespaces.CLONE_PARENT | namespaces.CLONE_NEWNS)
         if pid == 0:
-            os.close(information)
             step = "proc"
             _become_zygote(place, command, environment, host_name, counters)
-        send_descriptors(sync, b"z" + str(_outer_pid(information, pidfd)).encode(), [pidfd])
+        send_descriptors(sync, b"z" + str(_outer_pid(pidfd)).encode(), [pidfd])
+        # The interpreter comes up meanwhile; it gets its first message after this process has ended.
+        step = "mounts"
+        root.fill_etc(place, host_name)
         os._exit(0)
     except OSError as error:
         _complain(sync, step, error)
@@ -219,9 +220,9 @@ def _arrange_descriptors(control: socket.socket, sync: socket.socket) -> None:
     close_from([0, 1, 2, 3, 4])
 
 
-def _outer_pid(directory: int, pidfd: int) -> int:
-    """The pid behind `pidfd` as this process's own pid namespace numbers it; `directory` is its /proc/self/fdinfo."""
-    with open(os.open(str(pidfd), os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)) as information:
+def _outer_pid(pidfd: int) -> int:
+    """The pid behind `pidfd` as this process's own pid namespace numbers it."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as information:
         for line in information:
             if line.startswith("Pid:"):
                 return int(line.split()[1])
