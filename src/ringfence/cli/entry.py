@@ -52,16 +52,21 @@ def _start_launcher() -> tuple[int, int] | None:
     """Start a launcher before anything else: (its pid, our descriptor). None where that takes a closer look."""
     import _socket  # the C part alone: `socket` comes with `enum` and `selectors`
 
-    from ringfence.engines.namespace.starting import start_launcher
+    # Both processes need these.
+    from ringfence.engines.namespace.starting import fork_launcher, start_launcher
+    from ringfence.linux import channels, json_text  # noqa: F401
 
-    base = getattr(sys, "_base_executable", "") or ""
-    executable = os.path.realpath(base) if base else ""
-    # As node.environments judges it: the interpreter that lies below the prefix which sandboxes mount.
-    if not executable.startswith(os.path.realpath(sys.base_prefix).rstrip("/") + "/"):
-        return None
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
     try:
-        return start_launcher(executable, theirs.fileno()), ours.detach()
+        pid = fork_launcher(theirs.fileno())
+        if not pid:
+            base = getattr(sys, "_base_executable", "") or ""
+            executable = os.path.realpath(base) if base else ""
+            # As node.environments judges it: the interpreter that lies below the prefix which sandboxes mount.
+            if not executable.startswith(os.path.realpath(sys.base_prefix).rstrip("/") + "/"):
+                return None
+            pid = start_launcher(executable, theirs.fileno())
+        return pid, ours.detach()
     except OSError:
         return None  # the ordinary way says why
     finally:
