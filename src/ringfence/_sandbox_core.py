@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -58,6 +58,11 @@ class SandboxOptions(TypedDict, total=False):
     workspace: Workspace | Mapping[str, Any] | str | os.PathLike[str] | None
     """A host directory that appears at `/workspace`, where commands and code then start; replaces the policy's. A path
     means `mode="overlay"`: what the sandbox changes is held back, and the host directory stays as it is."""
+    packages: Sequence[str] | None
+    """Packages that it can import, as requirements (`["polars>=1.2"]`), instead of a template. Their environment is
+    made from wheels when there is none for them yet, which takes a network and a while, and is kept."""
+    on_progress: Callable[[str], object] | None
+    """Called on another thread with a line for each step while an environment is made. None: said on a terminal."""
     engine: str | None
     """Name of the engine that must hold it; None: the best that the policy allows."""
     timeout: float | str | None
@@ -139,6 +144,9 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
             hint=f"known are {', '.join(sorted(SandboxOptions.__annotations__))}",
         )
     check_text(template, "template", empty=False)
+    packages: tuple[str, ...] = ()
+    if options.get("packages") is not None:
+        template, packages = _packages(template, options["packages"])
     engine = options.get("engine")
     if engine not in (None, "namespace"):
         raise InvalidArgumentError(f"unknown engine {engine!r}", hint="this version has: namespace")
@@ -155,7 +163,7 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
     for name, text in metadata.items():
         check_text(name, "the name of a metadata entry")
         check_text(text, f"metadata {name!r}")
-    fields: dict[str, Any] = {"template": template, "metadata": metadata}
+    fields: dict[str, Any] = {"template": template, "metadata": metadata, "packages": packages}
     envs = check_envs(options.get("envs"))
     if envs:
         fields["envs"] = envs
@@ -177,6 +185,19 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
     return spec, timeout
 
 
+def _packages(template: str, asked: Any) -> tuple[str, tuple[str, ...]]:
+    """The template for packages that were asked for, and what it is made from."""
+    from ringfence.node import packages, requirements
+
+    if template != "base":
+        raise InvalidArgumentError(
+            f"packages and the template {template!r} exclude each other",
+            hint="leave the template out, or name the packages' environment: ringfence env create",
+        )
+    lines = tuple(sorted(set(requirements.check_all(asked))))
+    return packages.automatic_name(lines), lines
+
+
 _known: dict[str, SandboxCore] = {}
 _known_lock = threading.Lock()
 
@@ -184,10 +205,13 @@ _known_lock = threading.Lock()
 class SandboxCore:
     """One sandbox, below both facades. Made unstarted, `await start()` starts it."""
 
-    __slots__ = ("_code", "_commands", "_files", "_owner", "_session", "_spec", "_timeout", "_transfers")
+    __slots__ = (
+        "_code", "_commands", "_files", "_owner", "_progress", "_session", "_spec", "_timeout", "_transfers",
+    )  # fmt: skip
 
     def __init__(self, template: str = "base", options: Mapping[str, Any] | None = None) -> None:
         self._spec, self._timeout = build_spec(template, options or {})
+        self._progress = (options or {}).get("on_progress")
         self._session: Session | None = None
         self._owner = os.getpid()
 
@@ -200,6 +224,7 @@ class SandboxCore:
                 core = cls.__new__(cls)
                 core._spec = getattr(handle, "spec", None)  # type: ignore[assignment]
                 core._timeout = None
+                core._progress = None
                 core._owner = os.getpid()
                 core._adopt(handle)
             return core
@@ -230,7 +255,7 @@ class SandboxCore:
 
         if self._session is not None:
             return
-        handle = await Node.current().start(self._spec)
+        handle = await Node.current().start(self._spec, progress=self._progress)
         with _known_lock:
             self._adopt(handle)
         if self._timeout is not None:

@@ -687,8 +687,9 @@ class Sandbox:
             execution = sandbox.run_code("x = 21; x * 2")
             print(execution.text)
 
-    `template` is what it starts from: `plain` (a Python without packages), `base` (IPython) or `data` (numpy,
-    pandas, matplotlib). Further options are keywords, see `SandboxOptions`. Without a policy it has no network and
+    `template` is what it starts from: `plain` (a Python without packages), `base` (IPython), `data` (numpy, pandas,
+    matplotlib), `current-env` (the packages of the Python that runs this) or an environment that `ringfence env
+    create` made; `packages=["polars"]` makes one as needed. Further options are keywords, see `SandboxOptions`. Without a policy it has no network and
     no file of the host.
 
     Raises InvalidArgumentError, PolicyError, EnforcementError when the policy cannot be held here in full (then

@@ -56,6 +56,8 @@ class CellSpec:
     host_name: str = "sandbox"
     metadata: dict[str, str] = field(default_factory=dict)
     policy_name: str = "default"
+    packages: tuple[str, ...] = ()
+    """What the template's package environment is made from where there is none of that name yet."""
 
 
 @dataclass(frozen=True)

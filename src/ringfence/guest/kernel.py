@@ -442,6 +442,10 @@ def _prepare(config: dict[str, Any], rehearsal: bool = False) -> list[str]:
         except OSError as error:
             notes.append(f"cannot enter {cwd!r}: {error.strerror}; working in {os.getcwd()!r}")
     if not rehearsal:
+        if os.path.isdir("/opt/packages"):
+            from ringfence.guest import packages
+
+            packages.activate()
         threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # the fork handlers would have
     seed = config.get("random") or ""
     renew_identity(bytes.fromhex(seed) if isinstance(seed, str) else seed)

@@ -248,8 +248,10 @@ def main(control_descriptor: int) -> None:
     problems: list[str] = []
     if settings["modules"] is not None:
         gc.enable()
-        from ringfence.guest import python_kernel
+        from ringfence.guest import packages, python_kernel
 
+        if settings["modules"]:
+            packages.activate()  # somebody named modules to be imported ahead: those may be of theirs
         _lend_font_list()
         problems = python_kernel.warm(settings["modules"])
         _take_back_font_list()

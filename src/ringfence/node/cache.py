@@ -239,16 +239,15 @@ def normalise_modes(tree: str) -> None:
 
 
 class _Lock:
-    """An exclusive lock on one kind's directory, across threads and processes."""
+    """An exclusive lock on one kind's directory, or on what `name` stands for, across threads and processes."""
 
-    def __init__(self, directory: str, progress: Callable[[str], None] | None) -> None:
-        self.directory, self.progress, self.descriptor = directory, progress, -1
+    def __init__(self, directory: str, progress: Callable[[str], None] | None, name: str = LOCK) -> None:
+        self.path, self.progress, self.descriptor = os.path.join(directory, name), progress, -1
 
     def __enter__(self) -> None:
         import fcntl
 
-        path = os.path.join(self.directory, LOCK)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

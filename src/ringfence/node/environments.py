@@ -314,18 +314,7 @@ def _build_environment(
     bundled_pip: str | None,
     progress: Progress | None,
 ) -> None:
-    site_packages = os.path.join(directory, SITE_PACKAGES)
-    os.makedirs(site_packages)
-    os.makedirs(os.path.join(directory, "bin"))
-    os.symlink("lib", os.path.join(directory, "lib64"))
-    _place_interpreter(os.path.join(directory, "bin"), python)
-    with open(os.path.join(directory, "pyvenv.cfg"), "w", encoding="utf-8") as file:
-        file.write(
-            f"home = {os.path.dirname(python.executable_inside)}\n"
-            "include-system-site-packages = false\n"
-            f"version = {'.'.join(map(str, sys.version_info[:3]))}\n"
-            f"executable = {python.executable_inside}\n"
-        )
+    site_packages = start_environment(directory, python)
     sources: dict[str, str] = {}
     for number, installed in enumerate(chosen, 1):
         _say(progress, f"copying packages ({number}/{len(chosen)}): {installed.name} {installed.version}")
@@ -342,6 +331,23 @@ def _build_environment(
         fonts.write_list(
             os.path.join(directory, FONT_CACHE), directory, site_packages, python.executable_outside, _run
         )
+
+
+def start_environment(directory: str, python: Interpreter) -> str:
+    """A virtual environment (PEP 405) without packages; returns its directory for them."""
+    site_packages = os.path.join(directory, SITE_PACKAGES)
+    os.makedirs(site_packages)
+    os.makedirs(os.path.join(directory, "bin"))
+    os.symlink("lib", os.path.join(directory, "lib64"))
+    _place_interpreter(os.path.join(directory, "bin"), python)
+    with open(os.path.join(directory, "pyvenv.cfg"), "w", encoding="utf-8") as file:
+        file.write(
+            f"home = {os.path.dirname(python.executable_inside)}\n"
+            "include-system-site-packages = false\n"
+            f"version = {'.'.join(map(str, sys.version_info[:3]))}\n"
+            f"executable = {python.executable_inside}\n"
+        )
+    return site_packages
 
 
 def _place_interpreter(directory: str, python: Interpreter) -> None:
@@ -363,8 +369,18 @@ def _place_interpreter(directory: str, python: Interpreter) -> None:
         os.symlink(versioned, os.path.join(directory, name))
 
 
-def _copy_distribution(directory: str, installed: Installed, sources: dict[str, str]) -> None:
-    """Copy one package; `sources` learns where each file came from."""
+def _copy_distribution(
+    directory: str,
+    installed: Installed,
+    sources: dict[str, str],
+    inside: str = ENVIRONMENT_INSIDE,
+    admitted: Callable[[str], bool] | None = None,
+    tests: bool = False,
+) -> None:
+    """Copy one package into a tree for `inside`; `sources` learns where each file came from.
+
+    `admitted` says of a file whether it may be copied (default: all); `tests` keeps packages' own test suites.
+    """
     import shutil
 
     from ringfence.node import distributions
@@ -377,8 +393,10 @@ def _copy_distribution(directory: str, installed: Installed, sources: dict[str, 
     copied: set[str] = set()
     made: set[str] = set()
     for file in distributions.files_to_copy(installed, SITE_PACKAGES):
-        if "/tests/" in file.destination:
+        if "/tests/" in file.destination and not tests:
             continue  # packages' own test suites: a third of the files, of no use inside
+        if admitted is not None and not admitted(file.source):
+            continue
         folder, name = os.path.split(file.destination)
         if folder == "bin" and name in scripts:
             copied.add(file.record_path)
@@ -394,11 +412,11 @@ def _copy_distribution(directory: str, installed: Installed, sources: dict[str, 
             os.chmod(target, 0o755)
         sources[file.destination] = file.source
         if folder == "bin":
-            _neutral_shebang(target)
+            _neutral_shebang(target, inside)
         copied.add(file.record_path)
     for name, value in scripts.items():
         if os.path.basename(name) == name:
-            _write_script(os.path.join(directory, "bin", name), value)
+            _write_script(os.path.join(directory, "bin", name), value, inside)
     _write_record(directory, installed, copied)
 
 
@@ -416,14 +434,14 @@ def _write_record(directory: str, installed: Installed, copied: set[str]) -> Non
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
-def _write_script(path: str, entry_point: str) -> None:
+def _write_script(path: str, entry_point: str, inside: str = ENVIRONMENT_INSIDE) -> None:
     module, _, rest = entry_point.partition(":")
     function = rest.partition("[")[0].strip()
     if not module.replace(".", "").isidentifier() or not function.replace(".", "").isidentifier():
         return
     with open(path, "w", encoding="utf-8") as file:
         file.write(
-            f"#!{ENVIRONMENT_INSIDE}/bin/python3\n"
+            f"#!{inside}/bin/python3\n"
             "import sys\n"
             f"from {module.strip()} import {function.partition('.')[0]}\n"
             f"sys.exit({function}())\n"
@@ -431,14 +449,14 @@ def _write_script(path: str, entry_point: str) -> None:
     os.chmod(path, 0o755)
 
 
-def _neutral_shebang(path: str) -> None:
+def _neutral_shebang(path: str, inside: str) -> None:
     """Scripts that are no entry points start with the host's interpreter; give them ours."""
     with open(path, "rb") as file:
         content = file.read()
     first, _, rest = content.partition(b"\n")
     if first.startswith(b"#!") and b"python" in first:
         with open(path, "wb") as file:
-            file.write(b"#!" + ENVIRONMENT_INSIDE.encode() + b"/bin/python3\n" + rest)
+            file.write(b"#!" + inside.encode() + b"/bin/python3\n" + rest)
 
 
 def _bundled_pip() -> str | None:

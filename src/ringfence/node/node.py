@@ -34,6 +34,7 @@ from ringfence.stream.waiting import Pending, wait_for
 
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
 TEMPLATE_PATIENCE = 600.0  # seconds; the first use of a template copies and compiles its packages
+DOWNLOAD_PATIENCE = 7200.0  # seconds; packages that were asked for by name are fetched first
 SPARES = 8  # network namespaces and control groups that are made ahead, each used once
 REFILL_PAUSE = 0.02  # seconds a pool that is not empty leaves the processors to whoever took from it
 DEATH_PATIENCE = 0.25  # seconds the I/O thread waits for the launcher's word on why a stream ended
@@ -332,8 +333,14 @@ class Node:
 
     # Templates and starts ------------------------------------------------------------------------------
 
-    def template(self, name: str) -> Pending[dict[str, Any]]:
-        """Starts the zygote of a template once; the Pending holds its facts."""
+    def template(
+        self, name: str, packages: tuple[str, ...] = (), progress: Callable[[str], object] | None = None
+    ) -> Pending[dict[str, Any]]:
+        """Starts the zygote of a template once; the Pending holds its facts.
+
+        `packages`: what its environment is made from where there is none yet. `progress` hears, on another thread,
+        what takes so long.
+        """
         launcher = self.launcher()
         with self._lock:
             ready = self._templates.get(name)
@@ -350,7 +357,7 @@ class Node:
 
         def prepare() -> None:
             try:
-                launcher.ask(self._template_request(name), answered)
+                launcher.ask(self._template_request(name, packages, progress or _progress), answered)
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the template
                 pending.set_exception(error)
 
@@ -359,34 +366,43 @@ class Node:
         threading.Thread(target=prepare, name="ringfence-template").start()
         return pending
 
-    def _template_request(self, name: str) -> dict[str, Any]:
+    def _template_request(
+        self, name: str, asked: tuple[str, ...] = (), progress: Callable[[str], object] | None = None
+    ) -> dict[str, Any]:
         """The launcher's request for a template; builds its package environment when there is none yet."""
         from ringfence.node import cache, environments
 
         python = environments.interpreter()
-        sources = {"ringfence": environments.guest_library_directory(_progress)}
+        say: Any = progress
+        sources = {"ringfence": environments.guest_library_directory(say)}
         executable = python.executable_inside
-        if namespace_engine.TEMPLATES[name] is not None:
-            sources["env"] = environments.python_environment_directory(
-                "data" if name == "data" else "base", _progress
-            )
+        modules: list[str] = []
+        if namespace_engine.TEMPLATES.get(name, []) is not None:
+            sources["env"] = environments.python_environment_directory("data" if name == "data" else "base", say)
             executable = environments.ENVIRONMENT_INSIDE + "/bin/python3"
+        if name not in namespace_engine.TEMPLATES:
+            from ringfence.node import packages
+
+            sources["packages"], modules = packages.prepare(name, asked, say)
         for tree in sources.values():
             if tree not in self._held:
                 self._held[tree] = cache.hold(tree)  # a sweep elsewhere leaves it alone while we live
         if python.prefix_outside is not None:
             sources["python"] = python.prefix_outside
         return namespace_engine.template_request(
-            name, python=executable, sources=sources, library=python.library_path, masks=python.masks
-        )
+            name, python=executable, sources=sources, library=python.library_path, masks=python.masks,
+            modules=modules,
+        )  # fmt: skip
 
-    async def start(self, spec: CellSpec, prefork: bool = True) -> Handle:
-        """Start a sandbox, from a pool when one was made for this spec.
+    async def start(
+        self, spec: CellSpec, prefork: bool = True, progress: Callable[[str], object] | None = None
+    ) -> Handle:
+        """Start a sandbox, from a pool when one was made for this spec. `progress` as for `template`.
 
         Raises EnforcementError when the policy cannot be held here (nothing is started), EngineError when the
         engine failed.
         """
-        namespace_engine.check(spec)
+        namespace_engine.check(spec, self._knows)
         pool = self._pools.get(_pool_key(spec)) if self._pools else None
         if pool is not None:
             handle = pool.take()
@@ -394,10 +410,24 @@ class Node:
                 handle.spec = spec
                 handle.renew()
                 return handle
-        return await self._create(spec, prefork)
+        return await self._create(spec, prefork, progress)
 
-    async def _create(self, spec: CellSpec, prefork: bool) -> Handle:
+    def _knows(self, template: str) -> bool:
+        """Whether there is a package environment of that name."""
+        if template in self._templates:
+            return True
+        from ringfence.node import packages
+
+        return packages.exists(template)
+
+    async def _create(
+        self, spec: CellSpec, prefork: bool, progress: Callable[[str], object] | None = None
+    ) -> Handle:
         """Make one sandbox; a second time when the template's zygote was found dead."""
+        if spec.template not in self._templates:
+            # A download may take longer than any template's start should.
+            patience = DOWNLOAD_PATIENCE if spec.packages else TEMPLATE_PATIENCE
+            await wait_for(self.template(spec.template, spec.packages, progress), patience)
         try:
             return await self._create_once(spec, prefork)
         except _ZygoteGone:
@@ -409,7 +439,7 @@ class Node:
 
     async def _create_once(self, spec: CellSpec, prefork: bool) -> Handle:
         begun = time.perf_counter()
-        await wait_for(self.template(spec.template), TEMPLATE_PATIENCE)
+        await wait_for(self.template(spec.template, spec.packages), TEMPLATE_PATIENCE)
         warm = time.perf_counter()
         handle = Handle(self, os.urandom(10).hex(), spec)
         lent = namespace_engine.open_directories(spec)
@@ -464,7 +494,7 @@ class Node:
 
     def prewarm(self, spec: CellSpec, count: int) -> Pool:
         """Keep `count` sandboxes of this spec ready, each used once. 0 empties the pool."""
-        namespace_engine.check(spec)
+        namespace_engine.check(spec, self._knows)
         key = _pool_key(spec)
         with self._lock:
             pool = self._pools.get(key)

@@ -7,6 +7,7 @@ enforce is refused here, before anything is started, with the name of the missin
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ringfence.engines.base import LEVELS, CellSpec, Probe
@@ -36,12 +37,20 @@ BASE_ENVIRONMENT = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
 }
 
+PACKAGES_PATH = "/opt/packages/bin"
+"""First on PATH where a template brings packages of the user's own."""
 
-def check(spec: CellSpec) -> None:
-    """Refuse what this engine does not hold. Raises EnforcementError or InvalidArgumentError."""
-    if spec.template not in TEMPLATES:
+
+def check(spec: CellSpec, known: Callable[[str], bool] | None = None) -> None:
+    """Refuse what this engine does not hold. `known` tells of further templates, which are package environments.
+
+    Raises EnforcementError or InvalidArgumentError.
+    """
+    if spec.template not in TEMPLATES and not spec.packages and not (known is not None and known(spec.template)):
         raise InvalidArgumentError(
-            f"there is no template {spec.template!r}", hint="choose one of: " + ", ".join(sorted(TEMPLATES))
+            f"there is no template {spec.template!r}",
+            hint="choose one of: " + ", ".join(sorted(TEMPLATES))
+            + "; `current-env` lends this Python's packages; `ringfence env create` makes others",
         )
     if spec.at_least not in LEVELS or LEVELS.index(spec.at_least) > LEVELS.index(LEVEL):
         raise EnforcementError(
@@ -112,12 +121,14 @@ def open_directories(spec: CellSpec) -> list[int]:
 
 
 def template_request(
-    name: str, *, python: str, sources: dict[str, str], library: str | None, masks: tuple[str, ...]
+    name: str, *, python: str, sources: dict[str, str], library: str | None, masks: tuple[str, ...],
+    modules: list[str] | None = None,
 ) -> dict[str, Any]:
     """The launcher's request for the zygote of template `name`.
 
     `python` is the interpreter's path inside, `sources` the host directories for `/opt`, `library` what
-    LD_LIBRARY_PATH must be, `masks` the directories inside that are to be covered.
+    LD_LIBRARY_PATH must be, `masks` the directories inside that are to be covered, `modules` what a package
+    environment wants imported ahead.
     """
     return {
         "do": "template",
@@ -125,8 +136,8 @@ def template_request(
         "sources": sources,
         "python": python,
         "library": library,
-        "modules": TEMPLATES[name],
-        "isolated": TEMPLATES[name] is None,
+        "modules": TEMPLATES.get(name, modules or []),
+        "isolated": name in TEMPLATES and TEMPLATES[name] is None,
         "masks": list(masks),
     }
 
@@ -135,6 +146,8 @@ def create_request(identifier: str, spec: CellSpec, library: str | None, prefork
     """The launcher's request for one sandbox of `spec`."""
     limits = spec.limits
     environment = {**BASE_ENVIRONMENT, **spec.envs}
+    if spec.template not in TEMPLATES and "PATH" not in spec.envs:
+        environment["PATH"] = f"{PACKAGES_PATH}:{environment['PATH']}"
     if library:
         environment.setdefault("LD_LIBRARY_PATH", library)
     return {

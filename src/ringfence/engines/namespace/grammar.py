@@ -96,8 +96,8 @@ def _modules(value: Any) -> list[str] | None:
 
 
 def _sources(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or set(value) - {"python", "env", "ringfence"}:
-        raise GrammarError(f"sources may be python, env and ringfence, not {sorted(value)!r}")
+    if not isinstance(value, dict) or set(value) - {"python", "env", "packages", "ringfence"}:
+        raise GrammarError(f"sources may be python, env, packages and ringfence, not {sorted(value)!r}")
     return {name: _path(path) for name, path in value.items()}
 
 
