@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ringfence import terminal
 from ringfence.cli import arguments
+from ringfence.cli.environment import env_app
 from ringfence.errors import RingfenceError
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 policy_app = typer.Typer(help="Read, check and explain policies.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
+app.add_typer(env_app, name="env")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 _HELP = arguments.VALUE_OPTIONS
@@ -152,7 +154,7 @@ def _escape(text: str) -> str:
 @app.command()
 def info(
     json: Json = False,
-    template: Annotated[str, typer.Option(help="`plain`, `base` or `data`.")] = "base",
+    template: Annotated[str, typer.Option(help="`plain`, `base`, `data`, `current-env` or an environment's name.")] = "base",
     policy: Annotated[str | None, typer.Option(help="A policy file, or the name of a preset.")] = None,
 ) -> None:
     """Start a sandbox and show what is in force in it, read from the kernel, primitive by primitive."""

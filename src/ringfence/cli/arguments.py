@@ -21,7 +21,7 @@ VALUE_OPTIONS = {
     "--disk": "what it may write outside /tmp, from 1 MiB, as `1GiB` or in bytes [200MiB]",
     "--env": "a variable for the program, NAME=VALUE; NAME alone takes the caller's value; may be repeated",
     "--cwd": "the working directory inside [/home/user]",
-    "--template": "`plain` (Python and its standard library), `base` or `data` (with numpy, pandas, matplotlib) [plain]",
+    "--template": "`plain` (Python and its standard library), `base`, `data` (with numpy, pandas, matplotlib), `current-env` (this Python's packages) or an environment that `ringfence env create` made [plain]",
     "--policy": "a policy file, or the name of a preset",
 }
 FLAGS = {
@@ -113,5 +113,11 @@ def _variable(request: Request, text: str) -> None:
 def _checked(request: Request) -> Request:
     template = request.options.get("template")
     if template is not None and template not in TEMPLATES:
-        raise UsageError(f"there is no template {template!r}; choose one of {', '.join(TEMPLATES)}")
+        from ringfence.node import packages
+
+        if not packages.exists(template):
+            raise UsageError(
+                f"there is no template {template!r}; choose one of {', '.join(TEMPLATES)}, current-env, "
+                "or an environment of `ringfence env ls`"
+            )
     return request

@@ -195,10 +195,19 @@ class _Run:
         if interpreter.prefix_outside is not None:
             sources["python"] = interpreter.prefix_outside
         self.python = interpreter.executable_inside
-        if settings.template != "plain":
+        environment = settings.environment
+        if settings.template in ("base", "data"):
             sources["env"] = environments.python_environment_directory(settings.template, _progress)
             self.python = environments.ENVIRONMENT_INSIDE + "/bin/python3"
-        environment = settings.environment
+        elif settings.template != "plain":
+            from ringfence.node import cache, packages
+
+            sources["packages"] = packages.prepare(settings.template, (), _progress)[0]
+            sources["env"] = environments.python_environment_directory("base", _progress)
+            self.python = packages.INSIDE + "/bin/python3"
+            if environment["PATH"] == precompiled.ENVIRONMENT["PATH"]:
+                environment["PATH"] = f"{packages.INSIDE}/bin:{environment['PATH']}"
+            cache.hold(sources["packages"])  # until this process ends
         if interpreter.library_path:
             environment.setdefault("LD_LIBRARY_PATH", interpreter.library_path)
         ask = self.launcher.ask

@@ -33,7 +33,7 @@ def current_environment(progress: packages.Progress | None = None) -> str:
         EngineError: the cache is unusable, or nothing can be lent.
     """
     python = environments.interpreter()
-    paths = environments._search_paths()
+    paths = _paths()
     identity = "\t".join(("current", environments.FORMAT, sys.version, python.executable_inside, *paths))
     if found := cache.recall(packages.KIND, identity):
         return found
@@ -74,8 +74,12 @@ def current_environment(progress: packages.Progress | None = None) -> str:
 
 def describe() -> dict[str, list[list[str]]]:
     """`lent`: [name, version] each; `not_lent`: [name, why] each. Looks, builds nothing."""
-    chosen, left_out = _look(environments._search_paths())
+    chosen, left_out = _look(_paths())
     return {"lent": [[each.name, each.version] for each in chosen], "not_lent": left_out}
+
+
+def _paths() -> list[str]:
+    return environments._search_paths()
 
 
 def _look(paths: list[str]) -> tuple[list[distributions.Installed], list[list[str]]]:

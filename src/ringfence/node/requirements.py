@@ -77,7 +77,7 @@ def read_file(path: str) -> list[str]:
         return _from_pyproject(_toml(path), path)
     if name.startswith("pylock") and name.endswith(".toml"):
         return _from_lock(_toml(path), path)
-    if name.endswith(".toml") or name.endswith(".lock"):
+    if name.endswith((".toml", ".lock")):
         raise InvalidArgumentError(
             f"{path}: this kind of file is not read",
             hint="pass a requirements file, a pyproject.toml or a pylock.toml; other tools export these "

@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 LARGEST_REPORT = 256 << 20
 _REFUSED = "ringfence: pip may start no program here"
 
-_BOOTSTRAP = """
+_BOOTSTRAP = f"REFUSED = {_REFUSED!r}" + """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: ends with whoever asked
 if os.getppid() != int(sys.argv[1]):
@@ -35,13 +35,13 @@ if os.getppid() != int(sys.argv[1]):
 STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn"}
 def watch(event, arguments):
     if event in STARTS:
-        raise PermissionError(%r + f" ({event}: {str(arguments[:2])[:200]})")
+        raise PermissionError(REFUSED + f" ({event}: {str(arguments[:2])[:200]})")
 if sys.argv[2]:
     sys.path.insert(0, sys.argv[2])
 sys.argv[:] = ["pip", *sys.argv[3:]]
 sys.addaudithook(watch)
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
-""" % _REFUSED
+"""
 
 
 class Source(NamedTuple):
@@ -146,12 +146,14 @@ def fetch(locked: Sequence[Locked], source: Source, work: str, progress: Progres
     target = os.path.join(work, "wheels")
     os.mkdir(target, 0o700)
     wanted = os.path.join(work, "lock.txt")
-    complete = all(each.sha256 for each in locked)
-    _write_lines(wanted, [each.line() if complete else f"{each.name}=={each.version}" for each in locked])
-    arguments = ["download", "--no-deps", "--dest", target, "-r", wanted, *(["--require-hashes"] if complete else [])]
-    code, output = _pip(arguments, source, work, progress)
-    if code != 0:
-        raise _explain(output, arguments, source, work)
+    distant = [each for each in locked if not _copied(each, target)]
+    if distant:
+        complete = all(each.sha256 for each in distant)
+        _write_lines(wanted, [each.line() if complete else f"{each.name}=={each.version}" for each in distant])
+        arguments = ["download", "--no-deps", "--dest", target, "-r", wanted, *(["--require-hashes"] if complete else [])]
+        code, output = _pip(arguments, source, work, progress)
+        if code != 0:
+            raise _explain(output, arguments, source, work)
     found: dict[str, str] = {}
     for name in os.listdir(target):
         if name.endswith(".whl"):
@@ -160,6 +162,26 @@ def fetch(locked: Sequence[Locked], source: Source, work: str, progress: Progres
         if each.name not in found:
             raise EngineError(f"pip fetched no wheel of {each.name} {each.version}", hint="`--update` locks anew")
     return found
+
+
+def _copied(each: Locked, target: str) -> bool:
+    """Whether the wheel lies in a local directory, unchanged; then it is copied and pip need not be asked."""
+    import shutil
+
+    from ringfence.node.wheels import sha256_of
+
+    parts = urlsplit(each.url)
+    if parts.scheme != "file" or parts.netloc or not each.sha256:
+        return False
+    copy = os.path.join(target, os.path.basename(each.filename))
+    try:
+        shutil.copyfile(unquote(parts.path), copy)
+    except OSError:
+        return False
+    if sha256_of(copy) == each.sha256:
+        return True
+    os.unlink(copy)
+    return False
 
 
 def _write_lines(path: str, lines: Sequence[str]) -> None:
@@ -222,7 +244,7 @@ def _pip_wheel() -> str:
 
 _UNREACHABLE = re.compile(
     r"NewConnectionError|ConnectTimeoutError|ReadTimeoutError|ConnectionError|Name or service not known|"
-    r"Temporary failure in name resolution|Network is unreachable|Max retries exceeded|Could not fetch URL|"
+    r"Temporary failure in name resolution|Network is unreachable|Max retries exceeded|"
     r"ProxyError|SSLError|Connection refused"
 )
 

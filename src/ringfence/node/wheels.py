@@ -210,7 +210,7 @@ class _Wheel:
         hash_now = "" if target.startswith("bin/") else f"sha256={own}"
         self.written.append((os.path.relpath(target, self.site), hash_now, size))
 
-    def _copy(self, entry: zipfile.ZipInfo, source: IO[bytes], file: IO[bytes], digest: "hashlib._Hash", script: bool) -> int:
+    def _copy(self, entry: zipfile.ZipInfo, source: IO[bytes], file: IO[bytes], digest: hashlib._Hash, script: bool) -> int:
         size = 0
         while piece := source.read(_PIECE):
             digest.update(piece)
