@@ -55,7 +55,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.started: list[FakeHandle] = []
 
-    async def start(self, spec: Any) -> FakeHandle:
+    async def start(self, spec: Any, progress: Any = None) -> FakeHandle:
         handle = FakeHandle({"kernel.execute": cell, "exec": program}, spec.limits)
         handle.spec = spec
         handle.template = spec.template
