@@ -151,7 +151,7 @@ def test_a_reader_that_goes_away_ends_the_program() -> None:
 
 
 def test_an_interrupt_reaches_the_program() -> None:
-    code = "import sys, time\nprint('ready', flush=True)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('caught'); sys.exit(9)"
+    code = "import sys, time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('caught'); sys.exit(9)"
     process = subprocess.Popen([*COMMAND, "run", "--timeout", "50", "-c", code], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

@@ -71,7 +71,7 @@ def fork_launcher(descriptor: int) -> int:
         for number in (0, 1) if debug else (0, 1, 2):
             os.dup2(null, number)
         os.closerange(4, _highest_descriptor() + 1)
-        import _signal
+        import _signal  # pyright: ignore[reportMissingImports]
 
         _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
         from ringfence.engines.namespace.launcher import main
