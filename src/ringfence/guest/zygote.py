@@ -54,6 +54,7 @@ class Zygote:
         self.own_network = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self.mapping: dict[int, tuple[socket.socket, int, dict]] = {}
         self.children: dict[int, int] = {}
+        self.captures: dict[int, str] = {}  # a capturer's pidfd -> whose workspace it reads
         self.prepared = self._prepare()
 
     def _prepare(self) -> confine.Prepared:
@@ -98,7 +99,27 @@ class Zygote:
         if not message:
             os._exit(0)
         request = loads(message)
-        self._create(request, descriptors)
+        if "capture" in request:
+            self._capture(request, descriptors)
+        else:
+            self._create(request, descriptors)
+
+    def _capture(self, request: dict, descriptors: list[int]) -> None:
+        """Fork a process that writes down what was changed in a workspace: see guest/capture.py."""
+        pid, pidfd = namespaces.fork_into(0, hooks=False)
+        if pid == 0:
+            code = 70
+            try:
+                from ringfence.guest import capture
+
+                code = capture.main(*descriptors)
+            finally:
+                os._exit(code)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.children[pidfd] = pid
+        self.captures[pidfd] = request["capture"]
+        self.poll.register(pidfd, select.EPOLLIN)
 
     def _create(self, request: dict, descriptors: list[int]) -> None:
         pair: Any = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
@@ -180,10 +201,14 @@ class Zygote:
         self.poll.unregister(descriptor)
         pid = self.children.pop(descriptor)
         os.close(descriptor)
+        status = 0xFF00
         try:
-            os.waitpid(pid, 0)
+            status = os.waitpid(pid, 0)[1]
         except ChildProcessError:
             pass
+        captured = self.captures.pop(descriptor, None)
+        if captured is not None:
+            self._say({"captured": captured, "code": os.waitstatus_to_exitcode(status)})
 
     def _say(self, message: dict[str, Any], descriptors: list[int] | None = None) -> None:
         raw = dumps(message).encode()

@@ -102,6 +102,16 @@ class Handle:
     def resume(self) -> Pending:
         return self._node.question({"do": "thaw", "id": self.id}, lambda answer: None)
 
+    def capture(self, descriptor: int) -> Pending:
+        """Write what was changed in an overlay workspace to `descriptor`, as `node.capture` reads it.
+
+        Completes when all is written, so somebody must read meanwhile, and holds a dict: `frozen`, whether the sandbox
+        stood still, and `how`. It stands still until then. The caller closes `descriptor` when this returns.
+        """
+        return self._node.question(
+            {"do": "capture", "id": self.id}, lambda answer: {name: answer[name] for name in ("frozen", "how")}, [descriptor]
+        )
+
     def inspect(self) -> Pending:
         """What is in force, read from the kernel now: a tuple of `Enforced`."""
         return self._node.question(
@@ -270,18 +280,22 @@ class Node:
             )
             return launcher
 
-    def ask(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
+    def ask(
+        self, request: dict[str, Any], answer: Callable[[dict[str, Any]], object], descriptors: list[int] | None = None
+    ) -> None:
         """Ask the launcher if there is one; a lost launcher has taken its sandboxes with it."""
         launcher = self._launcher
         if launcher is None or launcher.lost:
             answer({"ok": False, "message": "the launcher is gone"})
             return
         try:
-            launcher.ask(request, answer)
+            launcher.ask(request, answer, descriptors)
         except EngineError as error:
             answer({"ok": False, "message": str(error)})
 
-    def question(self, request: dict[str, Any], take: Callable[[dict[str, Any]], Any]) -> Pending:
+    def question(
+        self, request: dict[str, Any], take: Callable[[dict[str, Any]], Any], descriptors: list[int] | None = None
+    ) -> Pending:
         """Like `ask`, as a Pending that holds `take(answer)` or fails with the refusal."""
         self.check_process()
         pending: Pending[Any] = Pending()
@@ -296,7 +310,7 @@ class Node:
                 else:
                     pending.set_exception(refusal(message))
 
-        self.ask(request, answered)
+        self.ask(request, answered, descriptors)
         return pending
 
     def drain(self, enough: Callable[[], bool], patience: float) -> None:

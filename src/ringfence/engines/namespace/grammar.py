@@ -156,6 +156,7 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "expire": {"id": _name, "seconds": _number(0, 10 * 365 * 86400), "fresh": _boolean},
     "freeze": {"id": _name},
     "thaw": {"id": _name},
+    "capture": {"id": _name},
     "stats": {"id": _name},
     "inspect": {"id": _name},
     "probe": {},

@@ -83,6 +83,7 @@ class Cell:
         self.frozen = False
         self.lent: list[dict[str, Any]] = []
         self.upper = -1  # of an overlay workspace: where its changes are
+        self.capture: Capture | None = None
 
     def thaw(self) -> None:
         """A frozen task on cgroup v1 dies only after it runs again."""
@@ -92,6 +93,15 @@ class Cell:
                 self.group.thaw(0)
             except OSError:
                 pass
+
+
+class Capture:
+    """A look at a workspace that is under way: who asked, and how the sandbox is kept still."""
+
+    def __init__(self, number: int, how: str, thaw: bool):
+        self.number = number
+        self.how = how
+        self.thaw = thaw
 
 
 class Launcher:
@@ -461,6 +471,58 @@ class Launcher:
         cell.frozen = False
         return {}
 
+    def _do_capture(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        """Let the zygote write what was changed in the workspace to the one descriptor, while the sandbox stands still."""
+        cell = self.cells.get(request["id"])
+        if cell is None or len(descriptors) != 1:
+            raise grammar.GrammarError("capture needs a sandbox and one descriptor")
+        if cell.upper < 0:
+            raise spawn.SpawnError("workspace", "no changes are held back here", "use a workspace with `mode: overlay`")
+        if cell.capture is not None:
+            raise spawn.SpawnError("workspace", "its changes are being read already", "wait for the end of that")
+        sent, how, thaw = [cell.upper, descriptors[0]], "a pause before", False
+        if not cell.frozen:
+            how, thaw = "control group", self._stand_still(cell)
+            if not thaw:
+                how = "signals"
+                sent.append(cell.pidfd)
+        try:
+            send_descriptors(cell.zygote.control, dumps({"capture": cell.id}).encode(), sent)
+        except OSError:
+            if thaw:
+                cell.thaw()
+            raise
+        cell.capture = Capture(request["number"], how, thaw)
+        return None
+
+    def _stand_still(self, cell: Cell) -> bool:
+        """Freeze a sandbox by its group; False, and it runs on, where there is none or a task does not stop."""
+        if not self.hierarchy.trees:
+            return False
+        cell.frozen = True
+        try:
+            if cell.group.freeze():
+                return True
+        except OSError:
+            pass
+        cell.thaw()
+        return False
+
+    def _captured(self, cell: Cell, code: int) -> None:
+        capture, cell.capture = cell.capture, None
+        if capture is None:
+            return
+        if capture.thaw:
+            cell.thaw()
+        if code in (0, 3):
+            still = code == 0
+            self._say({"re": capture.number, "ok": True, "frozen": still, "how": capture.how if still else "not in time"})
+            return
+        self._say({"re": capture.number, "ok": False, "primitive": "workspace", "hint": "try again",
+                   "message": "the process that reads the changes ended early"})  # fmt: skip
+        if code < 0 and capture.how == "signals":
+            self._kill(cell, "crashed")  # it could not set its sandbox going again
+
     def _freezable(self, request: dict[str, Any]) -> Cell:
         cell = self.cells.get(request["id"])
         if cell is None:
@@ -546,6 +608,10 @@ class Launcher:
                 os.close(descriptors[0])
             else:
                 cell.upper = descriptors[0]
+        elif "captured" in message:
+            cell = self.cells.get(message["captured"])
+            if cell is not None:
+                self._captured(cell, int(message["code"]))
         elif "failed" in message:
             cell = self.cells.get(message["failed"])
             if cell is not None:
@@ -618,6 +684,9 @@ class Launcher:
             cell.watch.close()
         if cell.upper >= 0:
             os.close(cell.upper)
+        if cell.capture is not None:
+            self._say({"re": cell.capture.number, "ok": False, "primitive": "workspace", "hint": "",
+                       "message": "the sandbox ended while its changes were read"})  # fmt: skip
         if not cell.group.remove():
             self.dying_groups.append(cell.group)
         self.identifiers.give_slot(cell.zygote.plan, cell.slot, cell.zygote.free)
