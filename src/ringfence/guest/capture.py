@@ -67,7 +67,7 @@ def _late(number: int, frame: object) -> None:
 
 def write(upper: int, out: int) -> None:
     """Write the records of everything below the directory `upper`, and an end; or a record that says why not."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         _Writer(out).tree(upper)
