@@ -32,6 +32,13 @@ def receive_descriptors(channel: socket.socket | _socket.socket, size: int, most
     return data, descriptors_in(ancillary)
 
 
+def receive_into(channel: socket.socket | _socket.socket, buffer: memoryview, most: int) -> tuple[bytes, list[int]]:
+    """The same into a buffer that stays: one of some 100 KiB, made afresh, is mapped and unmapped for each message."""
+    space = _socket.CMSG_LEN(most * _SIZE)
+    count, ancillary, _, _ = channel.recvmsg_into([buffer], space, _socket.MSG_CMSG_CLOEXEC)
+    return bytes(buffer[:count]), descriptors_in(ancillary)
+
+
 def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors in what recvmsg(2) returned beside the data."""
     found: list[int] = []

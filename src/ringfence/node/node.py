@@ -29,7 +29,7 @@ from ringfence.errors import (
     SandboxDeadError,
     WrongProcessError,
 )
-from ringfence.stream.connection import Connection, Reactor, socket_pair
+from ringfence.stream.connection import Connection, Reactor, read_until, socket_pair
 from ringfence.stream.waiting import Pending, wait_for
 
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
@@ -87,6 +87,8 @@ class Handle:
         if self.gone.done():
             done.set_result(None)
             return done
+        done.pump = self._node.pump
+        self.connection.expect_end()
         self._node.ask(
             {"do": "kill", "id": self.id, "reason": reason.replace("_", "-")}, lambda answer: done.set_result(None)
         )
@@ -183,7 +185,7 @@ class Handle:
         self.gone.set_result(error)
         connection = getattr(self, "connection", None)
         if connection is not None:
-            connection.close(error)
+            connection.close(error, known=True)
 
 
 class _ZygoteGone(Exception):
@@ -199,15 +201,41 @@ class _Link:
 
     def __init__(self, node: Node, launcher: Launcher):
         self._node = weakref.ref(node)
+        self._reactor = node._reactor
         self._launcher = launcher
         self._descriptor = launcher.fileno()
+        self._lock = threading.Lock()
+        self._leading = False
         launcher.socket.setblocking(False)
 
     def _on_readable(self, view: memoryview) -> None:
-        if not self._launcher.read():
-            node = self._node()
-            if node is not None:
-                node._reactor._remove(self)  # type: ignore[arg-type]
+        if not self._leading and not self._launcher.read():
+            self._reactor._remove(self)  # type: ignore[arg-type]
+
+    def lead(self, pending: Pending[Any], deadline: float | None, guard: Any) -> None:
+        """Read the launcher's messages on the calling thread, in place of the I/O thread (see waiting.Pump)."""
+        with self._lock:
+            if self._leading or self._launcher.lost:
+                return
+            self._leading = True
+            self._watch(select.EPOLLET)
+
+        def step() -> bool:
+            with self._reactor._dispatching:
+                return self._launcher.read()
+
+        try:
+            read_until(pending, deadline, guard, self._descriptor, step)
+        finally:
+            with self._lock:
+                self._leading = False
+                self._watch(select.EPOLLIN)
+
+    def _watch(self, mask: int) -> None:
+        if self._launcher.lost:
+            self._reactor._remove(self)  # type: ignore[arg-type]
+        else:
+            self._reactor._epoll.modify(self._descriptor, mask)
 
     def _on_writable(self) -> None: ...
 
@@ -279,6 +307,11 @@ class Node:
                 lambda answer: None,
             )
             return launcher
+
+    @property
+    def pump(self) -> Any:
+        """Reads the launcher's answers for a thread that waits for one."""
+        return self._link
 
     def ask(
         self, request: dict[str, Any], answer: Callable[[dict[str, Any]], object], descriptors: list[int] | None = None

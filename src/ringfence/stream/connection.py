@@ -312,6 +312,7 @@ class Connection:
         self._reading = self._writing = False
         self._blocked = False
         self._leading = False
+        self._unheard = False
         self._appetite = READ_SIZE
         sock.setblocking(False)
         sock.set_inheritable(False)
@@ -359,10 +360,21 @@ class Connection:
             self._write(_CALLER_BUDGET)
         return pending
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None, known: bool = False) -> None:
         """Ends the connection. Channels still open hear `on_dead(error)`, soon after and on the I/O thread;
-        `error` is SandboxDeadError with reason "killed" when not given. A second call does nothing."""
-        self._die(error or SandboxDeadError("the sandbox was closed", reason="killed"))
+        `error` is SandboxDeadError with reason "killed" when not given. A second call does nothing. With `known` the
+        owner need not be told, and nothing is left to do for the I/O thread when no channel is open."""
+        self._die(error or SandboxDeadError("the sandbox was closed", reason="killed"), known)
+
+    def expect_end(self) -> None:
+        """The sandbox is being killed, and whoever does that will call `close`: the hang-up is no news.
+
+        Without it the I/O thread would wake at the moment when the processors are wanted for the end itself. Nothing
+        happens while channels are open, since they want to hear of it."""
+        with self._lock:
+            if self._dead is None and not self._channels and not self._leading and not self._blocked:
+                self._unheard = True
+                self._reactor._epoll.unregister(self._descriptor)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """`close`, for finalizers (`__del__`, weakref callbacks): takes no lock, the I/O thread does the
@@ -500,6 +512,8 @@ class Connection:
 
     def _watch(self) -> None:
         """Tells the I/O thread what to look for. The lock is held."""
+        if self._unheard:
+            return
         if self._leading:
             # Edge-triggered: a hang-up, which cannot be masked, is then told once and not for as long as it
             # lasts.
@@ -519,46 +533,23 @@ class Connection:
             self._leading = True
             self._watch()
         reactor = self._reactor
-        poll, wake = _bell.poll(self._descriptor)
-        caller = threading.get_ident()
-
-        def ring(_: Pending[Any]) -> None:
-            if threading.get_ident() != caller:
-                os.eventfd_write(wake, 1)
-
         dispatching = False
+
+        def step() -> bool:
+            nonlocal dispatching
+            with reactor._dispatching:
+                dispatching = True
+                self._on_readable(reactor._view, leading=True)
+                dispatching = False
+            return self._dead is None
+
         try:
-            pending.add_done_callback(ring)
-            while not pending._done and self._dead is None:
-                timeout = None
-                if deadline is not None:
-                    timeout = math.ceil((deadline - time.monotonic()) * 1000)
-                    if timeout <= 0:
-                        return
-                if guard is None:
-                    ready = poll.poll(timeout)
-                else:
-                    outer = guard.waiting
-                    guard.waiting = True
-                    try:
-                        guard.raise_if_tripped()
-                        ready = poll.poll(timeout)
-                    finally:
-                        guard.waiting = outer
-                for descriptor, _ in ready:
-                    if descriptor == wake:
-                        os.eventfd_read(wake)
-                        continue
-                    with reactor._dispatching:
-                        dispatching = True
-                        self._on_readable(reactor._view, leading=True)
-                        dispatching = False
+            read_until(pending, deadline, guard, self._descriptor, step)
         except BaseException as error:
             if dispatching:
                 self._die(_crashed(error))  # what had been read and not yet handed out is lost
             raise
         finally:
-            pending.remove_done_callback(ring)
             with self._lock:
                 self._leading = False
                 if self._dead is None:
@@ -667,7 +658,7 @@ class Connection:
             _log_sink_failure(channel)
             channel.close("the owner failed to handle what arrived")
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, error: BaseException, known: bool = False) -> None:
         with self._lock:
             if self._dead is not None:
                 return
@@ -686,6 +677,11 @@ class Connection:
             except OSError:
                 pass  # the peer is gone already
             self._release_socket()
+        if known:
+            self._on_dead = None
+            if not channels and not failed:
+                self.ready.set_exception(error)
+                return
         self._reactor._run_soon(self._announce, channels, failed)
 
     def _announce(self, channels: list[Channel], failed: list[Pending[Any]]) -> None:
@@ -773,6 +769,46 @@ class _Bell(threading.local):
 
 
 _bell = _Bell()
+
+
+def read_until(
+    pending: Pending[Any], deadline: float | None, guard: Any, descriptor: int, step: Callable[[], bool]
+) -> None:
+    """Calls `step()` whenever `descriptor` is readable, until `pending` is complete, `deadline` (monotonic) has passed
+    or `step()` returns False. For a thread that reads in place of the I/O thread while it waits."""
+    poll, wake = _bell.poll(descriptor)
+    caller = threading.get_ident()
+
+    def ring(_: Pending[Any]) -> None:
+        if threading.get_ident() != caller:
+            os.eventfd_write(wake, 1)
+
+    try:
+        pending.add_done_callback(ring)
+        going = True
+        while going and not pending._done:
+            timeout = None
+            if deadline is not None:
+                timeout = math.ceil((deadline - time.monotonic()) * 1000)
+                if timeout <= 0:
+                    return
+            if guard is None:
+                ready = poll.poll(timeout)
+            else:
+                outer = guard.waiting
+                guard.waiting = True
+                try:
+                    guard.raise_if_tripped()
+                    ready = poll.poll(timeout)
+                finally:
+                    guard.waiting = outer
+            for readable, _ in ready:
+                if readable == wake:
+                    os.eventfd_read(wake)
+                else:
+                    going = step()
+    finally:
+        pending.remove_done_callback(ring)
 
 
 class Reactor:

@@ -62,7 +62,7 @@ class Pending(Generic[T]):
         self._error: BaseException | None = None
         self._generation = _generation
         self.pump: Pump | None = None
-        """Who can bring the value about, for a thread that waits for it under `run_sync` without a pump of its own."""
+        """Who can bring the value about, for a thread that waits for it under `run_sync`; goes before the driver's."""
 
     def set_result(self, value: T) -> bool:
         """Completes with `value`. False, and no effect, when it was complete already."""
@@ -508,7 +508,7 @@ def _drive(
             continue
         while True:
             try:
-                leader = pump or pending.pump
+                leader = pending.pump or pump
                 if leader is not None and not pending._done:
                     leader.lead(pending, deadline, guard)
                 if guard is None:

@@ -48,6 +48,7 @@ class Launcher:
         self._lock = _thread.allocate_lock()
         self._number = 0
         self._answers: dict[int, Answer] = {}
+        self._view = memoryview(bytearray(MAXIMUM_ANSWER))
         self.lost = False
         if started is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,23 +89,28 @@ class Launcher:
     def read(self) -> bool:
         """Handle one message; False when the launcher is gone. Called when the socket is readable."""
         try:
-            raw = self.socket.recv(MAXIMUM_ANSWER)
+            count = self.socket.recv_into(self._view)
         except BlockingIOError:
             return True
         except OSError:
-            raw = b""
-        if not raw:
+            count = 0
+        if not count:
             self.lose()
             return False
-        message = loads(raw)
+        message = loads(bytes(self._view[:count]))
         if "re" in message:
-            with self._lock:
-                answer = self._answers.pop(message["re"], None)
-            if answer is not None:
-                answer(message)
+            self._answer(message["re"], message)
         else:
             self._on_event(message)
+            for number in message.get("answers", ()):
+                self._answer(number, {"ok": True, "gone": True})
         return True
+
+    def _answer(self, number: int, message: dict[str, Any]) -> None:
+        with self._lock:
+            answer = self._answers.pop(number, None)
+        if answer is not None:
+            answer(message)
 
     def lose(self) -> None:
         """The launcher ended: every open question is answered with that."""

@@ -17,7 +17,7 @@ import time
 
 from ringfence.engines.namespace import evidence, grammar, identifiers, spawn
 from ringfence.linux import cgroups, memory_watch, resource_limits
-from ringfence.linux.channels import receive_descriptors, send_descriptors
+from ringfence.linux.channels import receive_descriptors, receive_into, send_descriptors
 from ringfence.linux.json_text import dumps, loads
 from ringfence.linux.syscalls import NUMBER, call, prctl
 
@@ -112,6 +112,7 @@ class Launcher:
         self.epoll = select.epoll()
         self.epoll.register(control.fileno(), select.EPOLLIN)
         self.owner = -1
+        self.buffer = memoryview(bytearray(grammar.MAXIMUM_REQUEST + 1))
         self.zygotes: dict[str, Zygote] = {}
         self.cells: dict[str, Cell] = {}
         self.by_descriptor: dict[int, Any] = {}
@@ -193,9 +194,7 @@ class Launcher:
 
     def _request(self) -> None:
         try:
-            raw, descriptors = receive_descriptors(
-                self.control, grammar.MAXIMUM_REQUEST + 1, 4 + grammar.MAXIMUM_DIRECTORIES
-            )
+            raw, descriptors = receive_into(self.control, self.buffer, 4 + grammar.MAXIMUM_DIRECTORIES)
         except ConnectionResetError:
             raw, descriptors = b"", []
         if not raw:
@@ -669,9 +668,9 @@ class Launcher:
             except OSError:
                 reason = "crashed"
         # Whoever waits for the end hears of it before the empty group and the ids are put away.
-        self._say({"event": "gone", "id": cell.id, "reason": reason, "failure": cell.failure})
-        for number in cell.waiters:
-            self._say({"re": number, "ok": True, "gone": True})
+        self._say(
+            {"event": "gone", "id": cell.id, "reason": reason, "failure": cell.failure, "answers": cell.waiters}
+        )
         self._forget(cell)
 
     def _forget(self, cell: Cell) -> None:
