@@ -74,6 +74,7 @@ class Execution:
         self.env = request.get("env")
         environment({}, self.env)  # refuses what is not an environment
         self.quiet = bool(request.get("quiet"))
+        self.rehearsal = bool(request.get("rehearsal"))  # see kernel.Request
         self.nonce = os.urandom(16)
         self.token = b""  # known once a kernel is to run it
         self.restarted = False
@@ -213,7 +214,7 @@ class Kernel:
         self._status = None
         execution.token = kernel.token_of(self._secret, execution.nonce)
         self._send({
-            "do": "execute", "nonce": execution.nonce.hex(), "code": execution.code, "quiet": execution.quiet,
+            "do": "rehearse" if execution.rehearsal else "execute", "nonce": execution.nonce.hex(), "code": execution.code, "quiet": execution.quiet,
             "env": execution.env,
         })  # fmt: skip
 
@@ -571,7 +572,7 @@ class Context:
         if kernel.exit is not None:
             self.kernel = None
             self._lost = True
-        if not died and count is not None:
+        if not died and count is not None and not (execution is not None and execution.rehearsal):
             self.execution_count = count
         if died and (self._killed or self.deleted):
             status = "killed"

@@ -6,6 +6,7 @@ whole or not at all. The language itself is a leaf (`python_kernel`), called thr
 
 Channel (one AF_UNIX stream socket, other end in the agent):
   in    [!I length][JSON]                  {"do": "execute", "nonce": hex32, "code": str, "quiet": bool, "env": {..}|null}
+                                           {"do": "rehearse", ...}  as execute; then all of it is forgotten
                                            {"do": "exit"}
   out   [!I length][B type][16s token][payload]    1 RESULT, 2 ERROR, 3 DONE, 4 READY (zero token)
 `length` counts the payload alone.
@@ -138,6 +139,8 @@ class Request(NamedTuple):
     code: str
     quiet: bool
     env: dict[str, str] | None
+    rehearsal: bool = False
+    """A cell of ours, run before any of the user's so that the pages of its path are this process's own: forgotten."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,7 +628,8 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
                 language.shutdown()
                 streams.flush()
                 return
-            if message.get("do") != "execute":
+            rehearses = message.get("do") == "rehearse" and number == 0
+            if message.get("do") != "execute" and not rehearses:
                 continue
             number += 1
             digest = keyed_hash()
@@ -633,7 +637,7 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
             set_token(digest.digest())
             del digest
             interrupts.armed = True
-            request = Request(number, message["code"], bool(message.get("quiet")), message.get("env"))
+            request = Request(number, message["code"], bool(message.get("quiet")), message.get("env"), rehearses)
             del message
             yield request
 
@@ -675,6 +679,8 @@ def _pipeline(control: socket.socket, config: dict[str, Any], rehearsal: bool = 
             # os.fork() in a cell: the child has come out at the other end of its copy of the cell.
             language.exit_child(outcome)
         streams.flush()
+        if request.rehearsal:
+            language.forget()
         return outcome
 
     def finish(outcome: Outcome) -> None:

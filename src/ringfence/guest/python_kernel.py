@@ -863,6 +863,11 @@ class _Language:
             return self._outcome(known[1], count)
         return self._outcome(describe_error(shell, type(error), error, error.__traceback__), count)
 
+    def forget(self) -> None:
+        """After a rehearsal: the next cell is the first."""
+        _reset(self.shell)
+        self.shell.link = self
+
     def _repair(self) -> None:
         """Puts back what the interpreter cannot work without: builtins and modules that a cell removed, not those that
         it replaced."""
