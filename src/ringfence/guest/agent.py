@@ -70,30 +70,36 @@ class Agent:
     def __init__(self, stream: socket.socket, boot: dict[str, Any]):
         self.boot = boot
         self.stream = stream
-        self.mux = Mux("guest", FEATURES)
         self.loop = Loop(self._handler_failed)
         self.credentials = Credentials(boot)
         self.kill_order = int(boot.get("oom_score_adj") or 0)
-        self.guardian = Guardian(self)
-        self.spawner = Spawner(self)
         gids = boot.get("job_gids")
         self.marks = Marks(gids[0], gids[1]) if gids and not self.credentials.single_uid else Marks(0, 0)
-        self.channels: dict[int, Any] = {}
         self.children: dict[int, Callable[[int, Any], Any]] = {}
+        self.contexts: dict[str, contexts.Context] = {}
+        self._environments: dict[str, dict[bytes, bytes]] = {}
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS
+        if boot.get("prefork") and boot.get("kernel", True):
+            # As early as can be: it gets ready on another processor while this process makes the rest of itself.
+            try:
+                self._create_context("default", {})
+            except Refused:
+                pass  # the first execution tries again and says why
+        self.mux = Mux("guest", FEATURES)
+        self.guardian = Guardian(self)
+        self.spawner = Spawner(self)
+        self.channels: dict[int, Any] = {}
         self.commands: dict[int, Command] = {}
         self.background: dict[int, int] = {}
-        self.contexts: dict[str, contexts.Context] = {}
         self.stalled: set[Any] = set()
         self.congested = False
         self.reaped = 0
         self.failures = 0
         self._closings = 0
         self._started = time.monotonic()
-        self._environments: dict[str, dict[bytes, bytes]] = {}
         self._buffer = memoryview(mmap.mmap(-1, _RECEIVE))  # pages nobody has used yet cost nothing
         self._blocked = False
         self._leaving = False
-        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS
         self._operations: dict[str, Callable[[int, dict[str, Any]], Any]] = {
             "exec": self._exec,
             "process.list": self._process_list,
@@ -128,23 +134,10 @@ class Agent:
         os.umask(0o022)
         # Whatever the engine left open: no command may inherit it (close_range(2), CLOSE_RANGE_CLOEXEC).
         call(NUMBER["close_range"], 3, 0x7FFFFFFF, 4, what="close_range")
-        # The kernel drops signals for which pid 1 has no handler; so it must have none, whatever was set before.
-        faulthandler.disable()
-        for number in range(1, 32):
-            if number not in (9, 19):
-                _signal.signal(number, 1 if number in _IGNORED else 0)
-        # Children reset the mask, so only the agent reads its signals from a descriptor.
-        _signal.pthread_sigmask(_SET_MASK, (_SIGCHLD,))
         mask = ctypes.c_uint64(1 << (_SIGCHLD - 1))
         self._signals = check(libc.signalfd(ctypes.c_int(-1), ctypes.byref(mask), ctypes.c_int(_SFD_FLAGS)), "signalfd")
         self.loop.watch(self._signals, self._child_event)
         self.listen()
-        if self.boot.get("prefork") and self.boot.get("kernel", True):
-            self._flush()  # the host learns that we are here, and goes on while the kernel is forked
-            try:
-                self._create_context("default", {})
-            except Refused:
-                pass  # the first execution tries again and says why
         while True:
             try:
                 self.loop.run_forever(self._flush)
@@ -539,4 +532,15 @@ def serve(stream: socket.socket, boot: dict[str, Any]) -> NoReturn:
     """
     gc.disable()
     prctl(PR_SET_DUMPABLE, 0)
+    _take_signals()
     Agent(stream, boot).run()
+
+
+def _take_signals() -> None:
+    # The kernel drops signals for which pid 1 has no handler; so it must have none, whatever was set before.
+    faulthandler.disable()
+    for number in range(1, 32):
+        if number not in (9, 19):
+            _signal.signal(number, 1 if number in _IGNORED else 0)
+    # Children reset the mask, so only the agent reads its signals from a descriptor; what comes before is kept.
+    _signal.pthread_sigmask(_SET_MASK, (_SIGCHLD,))

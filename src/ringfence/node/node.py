@@ -91,7 +91,9 @@ class Handle:
             done.set_result(None)
             return done
         done.pump = self._node.pump
-        self.connection.expect_end()
+        connection = getattr(self, "connection", None)
+        if connection is not None:
+            connection.expect_end()
         self._node.ask(
             {"do": "kill", "id": self.id, "reason": reason.replace("_", "-")}, lambda answer: done.set_result(None)
         )
@@ -223,12 +225,14 @@ class _Link:
             self._leading = True
             self._watch(select.EPOLLET)
 
-        def step() -> bool:
+        launcher = self._launcher
+
+        def read() -> None:
             with self._reactor._dispatching:
-                return self._launcher.read()
+                launcher.read()
 
         try:
-            read_until(pending, deadline, guard, self._descriptor, step)
+            read_until(lambda: pending._done or launcher.lost, pending, deadline, guard, self._descriptor, read)
         finally:
             with self._lock:
                 self._leading = False
@@ -498,11 +502,12 @@ class Node:
         try:
             self._handles[handle.id] = handle
             launcher = self.launcher()
-            handle.connection = Connection(ours, self._reactor, handle.stream_ended)
             launcher.ask(
                 namespace_engine.create_request(handle.id, spec, self._library, prefork), created.set_result,
                 [theirs.fileno(), *lent],
             )  # fmt: skip
+            # Made while the launcher is at work.
+            handle.connection = Connection(ours, self._reactor, handle.stream_ended)
         except BaseException:
             self._handles.pop(handle.id, None)
             raise

@@ -372,7 +372,7 @@ class Connection:
         Without it the I/O thread would wake at the moment when the processors are wanted for the end itself. Nothing
         happens while channels are open, since they want to hear of it."""
         with self._lock:
-            if self._dead is None and not self._channels and not self._leading and not self._blocked:
+            if not (self._dead or self._unheard or self._channels or self._leading or self._blocked):
                 self._unheard = True
                 self._reactor._epoll.unregister(self._descriptor)
 
@@ -535,16 +535,15 @@ class Connection:
         reactor = self._reactor
         dispatching = False
 
-        def step() -> bool:
+        def read() -> None:
             nonlocal dispatching
             with reactor._dispatching:
                 dispatching = True
                 self._on_readable(reactor._view, leading=True)
                 dispatching = False
-            return self._dead is None
 
         try:
-            read_until(pending, deadline, guard, self._descriptor, step)
+            read_until(lambda: pending._done or self._dead is not None, pending, deadline, guard, self._descriptor, read)
         except BaseException as error:
             if dispatching:
                 self._die(_crashed(error))  # what had been read and not yet handed out is lost
@@ -772,10 +771,15 @@ _bell = _Bell()
 
 
 def read_until(
-    pending: Pending[Any], deadline: float | None, guard: Any, descriptor: int, step: Callable[[], bool]
+    over: Callable[[], bool],
+    pending: Pending[Any],
+    deadline: float | None,
+    guard: Any,
+    descriptor: int,
+    read: Callable[[], None],
 ) -> None:
-    """Calls `step()` whenever `descriptor` is readable, until `pending` is complete, `deadline` (monotonic) has passed
-    or `step()` returns False. For a thread that reads in place of the I/O thread while it waits."""
+    """Calls `read()` whenever `descriptor` is readable, until `over()` or `deadline` (monotonic) has passed. The
+    completion of `pending` by another thread wakes it. For a thread that reads in place of the I/O thread."""
     poll, wake = _bell.poll(descriptor)
     caller = threading.get_ident()
 
@@ -785,8 +789,7 @@ def read_until(
 
     try:
         pending.add_done_callback(ring)
-        going = True
-        while going and not pending._done:
+        while not over():
             timeout = None
             if deadline is not None:
                 timeout = math.ceil((deadline - time.monotonic()) * 1000)
@@ -806,7 +809,7 @@ def read_until(
                 if readable == wake:
                     os.eventfd_read(wake)
                 else:
-                    going = step()
+                    read()
     finally:
         pending.remove_done_callback(ring)
 
