@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -18,6 +19,9 @@ def main() -> int:
     parser.add_argument("--profile", choices=profile.NAMES, metavar="CASE",
                         help=f"show what a case is made of, and nothing else: {', '.join(profile.NAMES)}")  # fmt: skip
     arguments = parser.parse_args()
+    # An installer compiles byte code. Where this variable is set, a checkout would compile its sources at every start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if arguments.profile:
         profile.main(arguments.profile)
         return 0

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("src", "tests", "demo", "tools", "docs", "README.md", "SPECIFICATION.md", "CHANGELOG.md", "CONTRIBUTING.md",
+COPIED = ("src", "scripts", "tests", "demo", "tools", "docs", "README.md", "SPECIFICATION.md", "CHANGELOG.md", "CONTRIBUTING.md",
           "LICENSE", "Makefile", "pyproject.toml")  # fmt: skip
 UID = 64321
 """Above the uids of people and services, below 65534; checked to be free before use."""

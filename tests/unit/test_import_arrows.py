@@ -161,3 +161,12 @@ def test_the_processes_of_a_single_program_load_nothing_that_costs_more_than_the
     loaded = set(shown.split())
     assert f"ringfence.{module}" in loaded
     assert not loaded & costly, loaded & costly
+
+
+def test_the_installed_program_loads_nothing_on_its_way_to_the_fast_path() -> None:
+    """Scripts that older installers make of entry points import `re`, and with it five modules more."""
+    script = (PACKAGE.parents[1] / "scripts" / "ringfence").read_text()
+    assert script.startswith("#!python\n")  # installers write the interpreter's path here
+    assert [line for line in script.splitlines() if line and not line.startswith("#")] == [
+        "from ringfence.cli.entry import main", "main()",
+    ]  # fmt: skip

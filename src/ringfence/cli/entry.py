@@ -7,6 +7,7 @@ Standard library only; `app` is imported when a command needs it.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -15,6 +16,7 @@ def main() -> None:
     """Entry point of the console script. Never returns."""
     words = sys.argv[1:]
     if words and words[0] in ("run", "exec"):
+        gc.disable()  # collections while modules load find nothing; both processes turn them on again
         from ringfence.cli.arguments import UsageError, parse
 
         try:
@@ -34,6 +36,7 @@ def main() -> None:
             # Nothing is left to flush or to close: the interpreter's own end would only cost time.
             os._exit(code)
         sys.argv = [sys.argv[0], words[0], "--help"]
+    gc.enable()
     from ringfence.cli.app import run
 
     run()

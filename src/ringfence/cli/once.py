@@ -17,6 +17,7 @@ Exit codes: the program's own; 128 + n when it died by signal n; 124 when the ti
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
@@ -269,6 +270,7 @@ class _Run:
 
     def loop(self) -> None:
         """Until the program's result, Ringfence's failure or the sandbox's end."""
+        gc.enable()  # entry.py switched collections off for the start
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

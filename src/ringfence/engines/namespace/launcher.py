@@ -11,6 +11,7 @@ started, removes every cgroup it made, and ends; if it is killed itself, the ker
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import select
 import time
@@ -136,6 +137,7 @@ class Launcher:
     # The loop ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        gc.enable()  # switched off while modules were loaded: see starting.py
         try:
             while not self.closing:
                 for descriptor, _ in self.epoll.poll(self._patience()):

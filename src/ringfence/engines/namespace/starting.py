@@ -24,7 +24,7 @@ def start_launcher(executable: str, descriptor: int) -> int:
     package_parent = _package_parent()
     # posix_spawn cannot change directory; the launcher does it first thing.
     code = (
-        f"import os; os.chdir('/'); import sys; sys.path.append({package_parent!r}); "
+        f"import gc; gc.disable(); import os; os.chdir('/'); import sys; sys.path.append({package_parent!r}); "
         "from ringfence.engines.namespace.launcher import main; main(3)"
     )
     environment = _environment()
