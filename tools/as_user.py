@@ -29,8 +29,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("src", "scripts", "tests", "demo", "tools", "docs", "README.md", "SPECIFICATION.md", "CHANGELOG.md", "CONTRIBUTING.md",
-          "LICENSE", "Makefile", "pyproject.toml")  # fmt: skip
+COPIED = ("src", "scripts", "tests", "demo", "tools", "docs", "README.md", "SPECIFICATION.md", "CHANGELOG.md",
+          "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml")  # fmt: skip
 UID = 64321
 """Above the uids of people and services, below 65534; checked to be free before use."""
 SUBORDINATE = (2_000_000_000, 65536)
