@@ -377,6 +377,62 @@ def transfer(quick: bool) -> Group:
     return group
 
 
+_ENVIRONMENT = "bench-packages"
+_PACKAGE_SCRIPT = (
+    "from ringfence import Sandbox\n"
+    f"with Sandbox({_ENVIRONMENT!r}) as sandbox:\n"
+    "    assert sandbox.run_code('import bench_package').error is None\n"
+)
+
+
+def packages(quick: bool) -> Group:
+    """Package environments: a process from nothing that imports a package, beside making a venv for it each time.
+
+    The package is one tiny wheel in a local directory, so that neither a network nor its size is measured.
+    """
+    import shutil
+    import zipfile
+
+    from ringfence.node import packages as environments
+    from ringfence.node.resolver import Source
+
+    group = Group("packages")
+    rounds = 3 if quick else 8
+    place = Path(tempfile.mkdtemp(prefix="ringfence-bench-packages-"))
+    with zipfile.ZipFile(place / "bench_package-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("bench_package.py", "X = 1\n")
+        base = "bench_package-1.0.dist-info"
+        archive.writestr(f"{base}/METADATA", "Metadata-Version: 2.1\nName: bench-package\nVersion: 1.0\n")
+        archive.writestr(f"{base}/WHEEL", "Wheel-Version: 1.0\nGenerator: bench\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{base}/RECORD", f"bench_package.py,,\n{base}/METADATA,,\n{base}/WHEEL,,\n{base}/RECORD,,\n")
+    links = ["--no-index", "--find-links", str(place)]
+    venv = place / "venv"
+
+    def install() -> None:
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([str(venv / "bin/pip"), "install", "-q", *links, "bench-package"], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([str(venv / "bin/python"), "-c", "import bench_package"], check=True)
+
+    environments.create(_ENVIRONMENT, ["bench-package"], source=Source(find_links=(str(place),), offline=True), update=True)
+    try:
+        ours = Case("ours: a fresh process, cached environment, to the end", lambda: peers.quiet([sys.executable, "-c", _PACKAGE_SCRIPT]))
+        theirs = Case("venv, pip install, python -c 'import ...'", install, after=lambda: shutil.rmtree(venv), every=2)
+        bwrap = _command(group, "(b) bwrap python3 -c 'print(1)'", peers.plain_python)
+        cases = [ours, theirs] + ([bwrap] if bwrap else [])
+        for name, command in peers.containers().items():
+            if isinstance(command, str):
+                group.notes.append(f"{name}: skipped, {command}")
+            else:
+                cases.append(Case(name, lambda command=command: peers.quiet(command), every=2))
+        group.cases = take_turns(cases, rounds, warm=1)
+        group.line("a fresh process: first import of a package of a cached environment", _ratio(ours, theirs), "x venv and pip install")
+        group.line("the same", _ratio(ours, bwrap), "x (b)")
+    finally:
+        environments.remove(_ENVIRONMENT)
+        shutil.rmtree(place, ignore_errors=True)
+    return group
+
+
 GROUPS: dict[str, Callable[[bool], Group]] = {
     "start": start,
     "data": data,
@@ -385,4 +441,5 @@ GROUPS: dict[str, Callable[[bool], Group]] = {
     "throughput": throughput,
     "memory": memory,
     "transfer": transfer,
+    "packages": packages,
 }
