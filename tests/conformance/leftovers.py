@@ -72,7 +72,7 @@ def mounts() -> set[str]:
 
 
 # Made and removed by the project's other programs and tests, which may run meanwhile.
-_OF_TOOLS = ("ringfence-bench", "ringfence-as-user", "ringfence-demo", "ringfence-sink", "ringfence-test")
+_OF_TOOLS = ("ringfence-bench", "ringfence-as-user", "ringfence-demo", "ringfence-sink", "ringfence-test", "pytest-of-")
 
 
 def files() -> set[str]:
