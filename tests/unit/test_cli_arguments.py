@@ -26,6 +26,14 @@ def test_two_dashes_end_the_options() -> None:
     assert parse("run", ["--", "-c"]).file == "-c"
 
 
+def test_two_dashes_after_a_workspace_begin_a_command() -> None:
+    request = parse("run", ["--workspace", ".", "--mode=ro", "--", "make", "-n"])
+    assert (request.command, request.file) == (["make", "-n"], None)
+    assert request.options == {"workspace": ".", "mode": "ro"}
+    assert parse("run", ["--workspace", ".", "script.py", "x"]).file == "script.py"
+    assert parse("run", ["--workspace=.", "--"]).file == "-"
+
+
 def test_no_file_and_a_dash_mean_standard_input() -> None:
     assert parse("run", []).file == parse("run", ["-"]).file == "-"
 
@@ -39,7 +47,8 @@ def test_variables_are_given_or_passed_on(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "words",
     [["run", "-c"], ["run", "--nonsense"], ["run", "--timeout"], ["run", "--env", "=x"], ["run", "--env", "NOT_SET_ANYWHERE"],
-     ["run", "--template", "debian", "x"], ["run", "--json=1"], ["exec"], ["exec", "--"], ["exec", "-c", "x"]],
+     ["run", "--template", "debian", "x"], ["run", "--json=1"], ["exec"], ["exec", "--"], ["exec", "-c", "x"],
+     ["run", "--mode", "ro", "x"], ["run", "--workspace", ".", "--mode", "none", "x"]],
     ids=" ".join,
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_the_right_way(words: list[str]) -> None:

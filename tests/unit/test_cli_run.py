@@ -188,3 +188,29 @@ def test_nothing_is_left_behind(end: signal.Signals | None) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < until:
         time.sleep(0.02)
     assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_a_workspace_is_where_the_program_starts_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("from the host\n")
+    (tmp_path / "show.py").write_text("print(open('data').read(), end='')\nopen('data', 'w').write('changed')\n")
+    for words in (["show.py"], ["-c", "import os; print(os.popen('cat data; echo x > data').read(), end='')"],
+                  ["--", "sh", "-c", "cat data; echo x > data; echo y > new"]):  # fmt: skip
+        done = ringfence("run", "--workspace", ".", *words, cwd=tmp_path)
+        assert (done.stdout, done.returncode) == (b"from the host\n", 0), done.stderr
+    assert ringfence("exec", "--workspace", ".", "--mode", "ro", "--", "touch", "new", cwd=tmp_path).returncode == 1
+    assert sorted(os.listdir(tmp_path)) == ["data", "show.py"] and (tmp_path / "data").read_text() == "from the host\n"
+
+
+def test_a_workspace_that_cannot_be_lent_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for source, why in (("/", b"far more than one project"), (str(tmp_path / "missing"), b"No such file")):
+        done = ringfence("run", "--workspace", source, "-c", "print(1)")
+        assert (done.returncode, done.stdout) == (125, b"") and why in done.stderr and done.stderr.count(b"\n") == 2
+
+
+def test_the_directories_of_a_policy_are_lent(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a").write_text("a\n")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("filesystem: {workspace: {source: work, mode: ro}}\n")
+    done = ringfence("exec", "--policy", str(policy), "--", "sh", "-c", "pwd; cat a; touch b")
+    assert (done.stdout, done.returncode) == (b"/workspace\na\n", 1)

@@ -79,12 +79,14 @@ def run_command(
     cwd: Annotated[str | None, typer.Option("--cwd", help=_HELP["--cwd"])] = None,
     template: Annotated[str | None, typer.Option("--template", help=_HELP["--template"])] = None,
     policy: Annotated[str | None, typer.Option("--policy", help=_HELP["--policy"])] = None,
+    workspace: Annotated[str | None, typer.Option("--workspace", help=_HELP["--workspace"])] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help=_HELP["--mode"])] = None,
     json: Json = False,
 ) -> None:
     """Run Python code in a sandbox of its own, as `python` would run it.
 
     Standard input, output and error, and the exit code, pass through. Only the file itself goes in, not its
-    directory. Exit codes: the program's own; 128 + n for death by signal n; 124 when the time was up; 125 when
+    directory. With --workspace, `--` begins a command instead: run --workspace . -- make test. Exit codes: the program's own; 128 + n for death by signal n; 124 when the time was up; 125 when
     Ringfence failed; 2 for arguments that make no sense.
     """
     raise RuntimeError("entry.py runs this command")  # pragma: no cover
@@ -102,6 +104,8 @@ def exec_command(
     cwd: Annotated[str | None, typer.Option("--cwd", help=_HELP["--cwd"])] = None,
     template: Annotated[str | None, typer.Option("--template", help=_HELP["--template"])] = None,
     policy: Annotated[str | None, typer.Option("--policy", help=_HELP["--policy"])] = None,
+    workspace: Annotated[str | None, typer.Option("--workspace", help=_HELP["--workspace"])] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help=_HELP["--mode"])] = None,
     json: Json = False,
 ) -> None:
     """Run a command of the sandbox's own (its `/usr` is this machine's, read-only).

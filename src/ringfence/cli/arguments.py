@@ -4,6 +4,7 @@ Guards against the price of one: importing typer and rich costs more than starti
 is the only list of these options; `app.py` declares the same ones for `--help`, and a test compares the two.
 
     ringfence run  [OPTIONS] [FILE | -c CODE | -] [ARGUMENTS...]
+    ringfence run  --workspace DIR [OPTIONS] -- COMMAND [ARGUMENTS...]
     ringfence exec [OPTIONS] [--] COMMAND [ARGUMENTS...]
 
 Options end at the first word that is none: what follows belongs to the program. Standard library only.
@@ -23,12 +24,15 @@ VALUE_OPTIONS = {
     "--cwd": "the working directory inside [/home/user]",
     "--template": "`plain` (Python and its standard library), `base`, `data` (with numpy, pandas, matplotlib), `current-env` (this Python's packages) or an environment that `ringfence env create` made [plain]",
     "--policy": "a policy file, or the name of a preset",
+    "--workspace": "a host directory to show at /workspace, where the program then starts; replaces the policy's",
+    "--mode": "how --workspace is shown: `overlay` (changes stay inside and end with it), `ro` or `rw` [overlay]",
 }
 FLAGS = {
     "--json": "print one JSON object instead of passing output through",
     "--help": "show this and exit",
 }
 TEMPLATES = ("plain", "base", "data")
+MODES = ("overlay", "ro", "rw")
 
 
 class UsageError(Exception):
@@ -55,11 +59,11 @@ class Request:
 def parse(verb: str, words: list[str]) -> Request:
     """Read the words after `ringfence VERB`. Raises UsageError."""
     request = Request(verb)
-    position = 0
+    position, ended = 0, False
     while position < len(words):
         word = words[position]
         if word == "--":
-            position += 1
+            position, ended = position + 1, True
             break
         if word == "-" or not word.startswith("-"):
             break
@@ -88,7 +92,8 @@ def parse(verb: str, words: list[str]) -> Request:
         else:
             request.options[name[2:]] = value
     rest = words[position:]
-    if verb == "exec":
+    if verb == "exec" or (ended and rest and "workspace" in request.options):
+        # Whoever names a directory and then `--` means a command for it, not a file of that name.
         request.command = rest
         if not rest:
             raise UsageError("exec needs a command: ringfence exec -- ls -la")
@@ -111,6 +116,11 @@ def _variable(request: Request, text: str) -> None:
 
 
 def _checked(request: Request) -> Request:
+    mode = request.options.get("mode")
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
+    if mode is not None and "workspace" not in request.options:
+        raise UsageError("--mode says how a workspace is shown, and there is none: add --workspace DIR")
     template = request.options.get("template")
     if template is not None and template not in TEMPLATES:
         from ringfence.node import packages

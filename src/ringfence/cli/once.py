@@ -54,6 +54,7 @@ else:
 TIMED_OUT, FAILED, NOT_RUNNABLE, NOT_FOUND = 124, 125, 126, 127
 MISUSED = 2  # arguments that make no sense
 IDENTIFIER = "once"
+HOME = "/home/user"
 START_PATIENCE = 60.0  # seconds until a guest that said nothing counts as failed
 DRAIN_PATIENCE = 2.0  # seconds a killed program's last output may take
 RECEIVE = 256 << 10
@@ -68,11 +69,13 @@ class _Settings:
         self.limits = dict(precompiled.LIMITS)
         self.timeout: float | None = precompiled.TIMEOUT
         self.template = "plain"
-        self.cwd = "/home/user"
+        self.cwd = HOME
         self.environment = dict(precompiled.ENVIRONMENT)
         self.policy = "default"
-        if "policy" in options:
-            self._take_policy(options["policy"])
+        self.directories: list[dict] = []
+        self.opened: list[int] = []  # a descriptor for each of them
+        if "policy" in options or "workspace" in options:
+            self._take_policy(options.get("policy"), options)
         if "template" in options:
             self.template = options["template"]
         if "cwd" in options:
@@ -85,13 +88,18 @@ class _Settings:
         if self.timeout is not None:
             self.limits["max_age"] = min(self.limits["max_age"], self.timeout + SLACK_AGE)
 
-    def _take_policy(self, name: str) -> None:
+    def _take_policy(self, name: str | None, options: dict[str, str]) -> None:
         from ringfence.engines.namespace import engine
-        from ringfence.policy.loading import load
+        from ringfence.policy.resolve import resolve
 
-        policy = load(name)
-        spec = policy.compile()
+        fields: dict[str, Any] = {}
+        if "workspace" in options:
+            mode = options.get("mode", "overlay")
+            fields["workspace"] = {"source": options["workspace"], "mode": mode, "allow_root_owned": False}
+            fields["cwd"] = engine.WORKSPACE
+        spec = resolve(name).compile(**fields)
         engine.check(spec)
+        self.directories, self.opened = engine.directories(spec), engine.open_directories(spec)
         for key in self.limits:
             self.limits[key] = getattr(spec.limits, key)
         self.timeout = spec.limits.timeout
@@ -224,12 +232,14 @@ class _Run:
         ask(
             {
                 "do": "create", "id": IDENTIFIER, "template": settings.template, "limits": settings.limits,
-                "environment": environment, "cwd": "/home/user", "host_name": "sandbox", "prefork": False,
-                "directories": [],
+                "environment": environment, "cwd": HOME, "host_name": "sandbox", "prefork": False,
+                "directories": settings.directories,
             },
-            self._checked, [theirs.fileno()],
+            self._checked, [theirs.fileno(), *settings.opened],
         )  # fmt: skip
         theirs.close()
+        for descriptor in settings.opened:
+            os.close(descriptor)
         self._first_requests()
 
     def _first_requests(self) -> None:
@@ -243,8 +253,11 @@ class _Run:
         else:
             name = os.path.basename(request.file)
             self.upload_data = _read_script(request.file)
-            argv = [self.python, name if not name.startswith("-") else "./" + name, *request.arguments]
-            self.upload = self.mux.open({"op": "file.write", "path": "/home/user/" + name, "parents": False})
+            script = name if not name.startswith("-") else "./" + name
+            if self.settings.cwd != HOME:
+                script = f"{HOME}/{name}"
+            argv = [self.python, script, *request.arguments]
+            self.upload = self.mux.open({"op": "file.write", "path": f"{HOME}/{name}", "parents": False})
             self._feed_upload()
         self.exec_request = {"op": "exec", "argv": argv, "cwd": self.settings.cwd, "env": None, "pty": None, "stdin": True}
         if not self.upload:

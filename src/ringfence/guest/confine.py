@@ -94,6 +94,11 @@ def confine(
 ) -> None:
     """Turn this process, pid 1 of fresh namespaces, into a sandbox. Raises ConfinementError."""
     step = "descriptors"
+    place = None
+    if lent_mounts:
+        from ringfence.guest import lent  # most sandboxes are lent nothing; its file moves with the mounts
+
+        place = lent.place
     try:
         keep = [0, 1, 2, stream.fileno(), mapping.fileno(), prepared.landlock, network, *groups, *lent_mounts]
         close_from([descriptor for descriptor in keep if descriptor >= 0])
@@ -113,7 +118,7 @@ def confine(
         step = "mounts"
         sysctls = _mount(request, prepared)
         step = "host directory"
-        upper = _place_lent(request, lent_mounts) if lent_mounts else -1
+        upper = -1 if place is None else place(request["lent"], lent_mounts, "/mnt/r", request["owner"])
         step = "root"
         mounts.change_root("/mnt/r")
         step = "host name"
@@ -190,12 +195,6 @@ def _mount(request: dict, prepared: Prepared) -> int:
     sysctls = os.open("/mnt/r/proc/sys", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     _mask_proc(prepared.masks)
     return sysctls
-
-
-def _place_lent(request: dict, lent_mounts: list[int]) -> int:
-    from ringfence.guest import lent  # most sandboxes are lent nothing
-
-    return lent.place(request["lent"], lent_mounts, "/mnt/r", request["owner"])
 
 
 _UPPER = (
