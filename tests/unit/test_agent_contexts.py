@@ -53,7 +53,7 @@ def test_state_stays_between_executions_and_contexts_are_apart(host):
     assert set(listed) == {"a", "b"} and listed["a"]["alive"] and listed["a"]["execution_count"] == 3
     assert host.call("kernel.create", context="a")["error"]["code"] == "exists"
     assert host.call("kernel.execute", context="none", code="1")["error"]["code"] == "not_found"
-    assert host.call("kernel.create", context="c", language="cobol")["error"]["code"] == "unsupported"
+    assert host.call("kernel.create", context="c", language="cobol")["error"]["code"] == "invalid"
 
 
 def test_a_kernel_is_the_user_without_capabilities_or_descriptors(host):

@@ -7,7 +7,8 @@ exhausts it (channels, queues, contexts, descriptors are bounded), or raises in 
 channel, never the loop). When the host's stream ends the agent exits, and the kernel ends the pid namespace.
 
 Everything is imported here and now: after the start the agent must not import from paths user code can write.
-The one exception is hashlib, with the first file operation, from the interpreter's read-only prefix.
+The exceptions come from read-only directories: hashlib, with the first file operation, and the table of languages,
+with the first context that is not Python.
 """
 
 # ruff: noqa: BLE001  (whatever one channel raises ends that channel, never the agent)
@@ -463,7 +464,7 @@ class Agent:
     def _create_context(self, name: Any, request: dict[str, Any]) -> contexts.Context:
         if not isinstance(name, str) or not 0 < len(name) <= 128:
             raise Refused("invalid", "a context needs a name of 1 to 128 characters")
-        if not self.boot.get("kernel", True):
+        if not self.boot.get("kernel", True) and request.get("language") in (None, "python"):
             raise Refused("unsupported", "this template has no Python kernel", "use a template with one, such as 'base'")
         if name in self.contexts:
             raise Refused("exists", f"there is a context {name!r} already")
@@ -479,9 +480,10 @@ class Agent:
 
     def _kernel_execute(self, channel: int, request: dict[str, Any]) -> None:
         name = request.get("context")
-        if name == "default" and name not in self.contexts:
-            # Saves the very first execution of a sandbox a round trip.
-            context = self._create_context(name, {key: request[key] for key in ("cwd", "user") if key in request})
+        if name not in self.contexts and name in ("default", f"default-{request.get('language')}"):
+            # Saves the very first execution of a language a round trip.
+            wanted = {key: request[key] for key in ("cwd", "user", "language") if key in request}
+            context = self._create_context(name, wanted)
         else:
             context = self._context(request)
         execution = contexts.Execution(context, channel, request)

@@ -57,9 +57,13 @@ _NUDGES = (0.05, 0.5)  # seconds after an interrupt
 
 def run_kernel(control: socket.socket, config: dict[str, Any]) -> None:
     """What a forked kernel becomes; never returns. Tests put a small stand-in here."""
-    from ringfence.guest import kernel
+    if config["language"] == "python":
+        from ringfence.guest import kernel
 
-    kernel.run(control, config)
+        kernel.run(control, config)
+    from ringfence.guest import interpreter  # in the fork alone: Python pays nothing for the others
+
+    interpreter.run(control, config)
 
 
 class Execution:
@@ -461,14 +465,13 @@ class Context:
     """A named place where code keeps its state: one kernel process at a time, executions one after another."""
 
     def __init__(self, agent: Agent, name: str, request: dict[str, Any]):
-        if request.get("language") not in (None, "python"):
-            raise Refused("unsupported", f"there is no kernel for {request['language']!r}", "use language 'python'")
         self.agent = agent
         self.name = name
-        self.language = "python"
+        self.language = request.get("language") or "python"
         self.user = agent.credentials.user(request.get("user"))
         self.cwd = agent.directory(request.get("cwd"), self.user)
         self.env = environment(agent.base_environment(self.user), request.get("env"))
+        self.program = _program_of(self.language, self.env) if self.language != "python" else None
         self.execution_count = 0
         self.kernel: Kernel | None = None
         self.current: Execution | None = None
@@ -486,6 +489,8 @@ class Context:
             "env": {decode(key): decode(value) for key, value in self.env.items()},
             "random": os.urandom(32).hex(), "secret": os.urandom(32).hex(),
         }  # fmt: skip
+        if self.program is not None:
+            ticket["program"] = self.program
         if agent.boot.get("result_limit"):
             ticket["result_limit"] = agent.boot["result_limit"]
         mark = agent.take_mark()
@@ -598,6 +603,13 @@ class Context:
             "pid": self.kernel.pid if self.kernel is not None else None, "alive": self.alive,
             "execution_count": self.execution_count, "busy": self.current is not None,
         }  # fmt: skip
+
+
+def _program_of(language: Any, env: dict[bytes, bytes]) -> str:
+    """The interpreter of a language that is not Python. Raises Refused."""
+    from ringfence.guest import languages  # with the first of them, from our read-only directory
+
+    return languages.program_of(language, decode(env.get(b"PATH", b"")))
 
 
 def _become_kernel(

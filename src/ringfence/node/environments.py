@@ -196,7 +196,7 @@ def guest_library_directory(progress: Progress | None = None) -> str:
             directories[:] = sorted(name for name in directories if name != "__pycache__")
             watched.append(folder)
             for name in sorted(files):
-                if name.endswith(".py"):
+                if name.endswith(".py") or os.path.basename(folder) == "drivers":
                     path = os.path.join(folder, name)
                     watched.append(path)
                     sources.append(path)

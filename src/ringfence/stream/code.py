@@ -49,7 +49,12 @@ DEFAULT_CONTEXT = "default"
 GRACE_SECONDS = 2.0
 """How long code may take to react to a KeyboardInterrupt before its kernel is replaced."""
 
-_LANGUAGES = {"python": "python", "py": "python", "python3": "python"}
+_LANGUAGES = {
+    "python": "python", "py": "python", "python3": "python",
+    "bash": "bash", "sh": "bash", "shell": "bash",
+    "javascript": "javascript", "js": "javascript", "node": "javascript", "nodejs": "javascript",
+    "r": "r",
+}  # fmt: skip
 _STDOUT, _STDERR, _RESULTS = 1, 2, 4
 
 
@@ -127,7 +132,7 @@ class CodeRunner:
                 raise InvalidArgumentError(
                     "language and context exclude each other", hint="a context has one"
                 )
-            _check_language(language)
+        language = _check_language(language)
         session = self._session
         limit = check_seconds(timeout, "timeout")
         limit = session.limits.timeout if limit is None else limit
@@ -143,11 +148,13 @@ class CodeRunner:
                 live = True
         request = {
             "op": "kernel.execute",
-            "context": DEFAULT_CONTEXT if context is None else check_context_id(context),
+            "context": _default_context(language) if context is None else check_context_id(context),
             "code": code,
             "env": check_envs(envs),
             "quiet": False,
         }
+        if language != "python":
+            request["language"] = language
         oom_kills = session.oom_kills
         cell = _Cell(session.limits.output, session.limits.result, live)
         begun = time.monotonic()
@@ -449,6 +456,10 @@ class _Consumer:
                     await deliver(self._on_error, error)
 
 
+def _default_context(language: str) -> str:
+    return DEFAULT_CONTEXT if language == "python" else f"{DEFAULT_CONTEXT}-{language}"
+
+
 def _check_language(language: str | None) -> str:
     if language is None:
         return "python"
@@ -458,5 +469,5 @@ def _check_language(language: str | None) -> str:
     except KeyError:
         raise InvalidArgumentError(
             f"language {language!r} is not supported",
-            hint="this version runs python; use commands.run for others",
+            hint=f"there are: {', '.join(sorted(set(_LANGUAGES.values())))}; use commands.run for others",
         ) from None
