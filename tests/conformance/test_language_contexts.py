@@ -77,7 +77,7 @@ def test_contexts_keep_their_state_apart_and_are_restarted_and_deleted(sandbox, 
 
 def test_a_context_has_a_directory_and_an_environment_and_a_cell_may_have_its_own(sandbox, language):
     context = sandbox.create_code_context(cwd="/tmp", language=language.name, envs={"RF_OWN": "context's"})
-    where = lambda **more: printed(sandbox.run_code(language.where, context=context, **more)).strip()  # noqa: E731
+    where = lambda **more: printed(sandbox.run_code(language.where, context=context, **more)).strip()
     assert where() == "/tmp context's"
     assert where(envs={"RF_OWN": "it's a cell's \\ $HOME"}) == "/tmp it's a cell's \\ $HOME"
     assert where() == "/tmp context's"

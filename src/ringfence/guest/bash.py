@@ -13,7 +13,6 @@ import fcntl
 import os
 import signal
 import struct
-import termios
 from typing import Any
 
 from ringfence.guest.interpreter import Broken, Interpreter
@@ -105,6 +104,7 @@ def _terminal() -> str:
     try:
         master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
-        return "/dev/pts/%d" % struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0\0\0\0"))[0]
+        number = struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0\0\0\0"))[0]
+        return f"/dev/pts/{number}"
     except OSError:
         return ""

@@ -39,9 +39,19 @@ from typing import Any, NoReturn
 
 from ringfence.guest.credentials import IGNORED_SIGNALS, PR_SET_DUMPABLE, decode, encode
 from ringfence.guest.jobs import text_of
-from ringfence.guest.kernel import DEFAULT_RESULT_LIMIT, DONE, ERROR, MAX_REQUEST, NUDGE, READY, RESULT, token_of
+from ringfence.guest.kernel import (
+    DEFAULT_RESULT_LIMIT,
+    DONE,
+    ERROR,
+    MAX_REQUEST,
+    NUDGE,
+    READY,
+    RESULT,
+    token_of,
+)
 from ringfence.guest.languages import DRIVERS, LANGUAGES
-from ringfence.guest.rich_results import cut, encode as encode_json, result_payload
+from ringfence.guest.rich_results import cut, result_payload
+from ringfence.guest.rich_results import encode as encode_json
 from ringfence.linux.syscalls import prctl
 
 VALUE_LIMIT = 64 * 1024  # characters of an error's value; as in python_kernel

@@ -127,11 +127,8 @@ class CodeRunner:
         """See `Sandbox.run_code`."""
         if not isinstance(code, str):
             raise InvalidArgumentError(f"code must be a str, not {type(code).__name__}")
-        if language is not None:
-            if context is not None:
-                raise InvalidArgumentError(
-                    "language and context exclude each other", hint="a context has one"
-                )
+        if language is not None and context is not None:
+            raise InvalidArgumentError("language and context exclude each other", hint="a context has one")
         language = _check_language(language)
         session = self._session
         limit = check_seconds(timeout, "timeout")
