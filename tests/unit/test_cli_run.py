@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,32 @@ def test_a_large_script_arrives_whole(tmp_path: Path) -> None:
 
 def test_code_comes_from_standard_input() -> None:
     assert ringfence("run", input=b"print('from stdin')").stdout == b"from stdin\n"
+
+
+_LANGUAGES = {
+    "bash": ("sh", 'echo "$1 $(cat)"; exit 3'),
+    "node": ("js", "console.log(process.argv[2], require('fs').readFileSync(0, 'utf8')); process.exit(3)"),
+    "Rscript": ("R", "cat(commandArgs(TRUE), readLines(file('stdin')), '\\n'); quit(status = 3)"),
+}
+
+
+@pytest.mark.parametrize("program", _LANGUAGES)
+def test_a_files_suffix_is_its_language(tmp_path: Path, program: str) -> None:
+    if shutil.which(program, path="/usr/local/bin:/usr/bin:/bin") is None:
+        pytest.skip(f"this machine has no {program} below /usr")
+    suffix, text = _LANGUAGES[program]
+    (tmp_path / f"law.{suffix}").write_text(text)
+    done = ringfence("run", str(tmp_path / f"law.{suffix}"), "word", input=b"input")
+    assert (done.stdout.split(), done.returncode) == ([b"word", b"input"], 3), done.stderr
+
+
+def test_a_language_can_be_named_for_code_and_for_standard_input() -> None:
+    done = ringfence("run", "--language", "sh", "-c", "echo ${BASH_VERSION:+bash} $1", "word")
+    assert (done.stdout, done.returncode) == (b"bash word\n", 0), done.stderr
+    done = ringfence("run", "--language=bash", "-", "word", input=b"echo ${BASH_VERSION:+bash} $1\n")
+    assert (done.stdout, done.returncode) == (b"bash word\n", 0), done.stderr
+    done = ringfence("run", "--language", "cobol", "-c", "1")
+    assert done.returncode == 2 and b"javascript" in done.stderr
 
 
 def test_the_callers_environment_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,12 @@ what user code could say in its place. No sandbox is needed.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from kernel_driver import Kernel
@@ -50,15 +52,16 @@ ECHO = "while True:\n    nonce, code, variables = request()\n    say('begin ' + 
 def start(tmp_path, monkeypatch):
     kernels = []
 
-    def begin(driver: str = ECHO, **config) -> Kernel:
-        script = tmp_path / f"driver{len(kernels)}.py"
-        script.write_text(SPEAK + driver)
-        fake = languages.Language("python3", str(script), ("-IS", "{driver}", "{requests}", "{messages}"), "python3")
+    def begin(driver: str = ECHO, program: str = sys.executable, **config) -> Kernel:
+        script = tmp_path / f"driver{len(kernels)}"
+        script.write_text(SPEAK + driver if program == sys.executable else driver)
+        options = ("-IS",) if program == sys.executable else ()
+        fake = languages.Language("python3", str(script), (*options, "{driver}", "{requests}", "{messages}"), "python3")
         monkeypatch.setitem(languages.LANGUAGES, "fake", fake)
         ours, theirs = socket.socketpair()
         out, err = os.pipe(), os.pipe()
         secret = os.urandom(32)
-        config = {"language": "fake", "program": sys.executable, "env": dict(os.environ), "secret": secret.hex(), **config}
+        config = {"language": "fake", "program": program, "env": dict(os.environ), "secret": secret.hex(), **config}
         pid = os.fork()
         if pid == 0:
             try:
@@ -181,3 +184,16 @@ def test_every_language_has_a_driver_and_a_package(start):
     for name, language in languages.LANGUAGES.items():
         assert os.path.isfile(os.path.join(languages.DRIVERS, language.driver)), name
         assert language.package and language.program
+
+
+def test_the_driver_of_the_guide_works_as_printed(start):
+    perl = shutil.which("perl")
+    if perl is None:
+        pytest.skip("this machine has no perl")
+    guide = (Path(__file__).resolve().parents[2] / "docs/guides/add-a-language.md").read_text("utf-8")
+    kernel = start(guide.partition("```perl\n")[2].partition("```")[0], perl)
+    assert kernel.run("our $kept = 21; print \"out\\n\"; $kept * 2").text == "42"
+    run = kernel.run("print $kept, $ENV{A}; die \"broken\"", env={"A": "b"})
+    assert run.stdout == "21b" and run.status == "error" and "broken" in run.error["value"]
+    assert kernel.run("sleep 30", interrupt_after=1.0).status == "interrupted"
+    assert kernel.run("$ENV{A} // $kept").text == "21"

@@ -67,9 +67,10 @@ def _console() -> Console:
 
 @app.command("run", context_settings={"ignore_unknown_options": True})
 def run_command(
-    file: Annotated[str, typer.Argument(help="A Python file, or `-` for standard input.")] = "-",
+    file: Annotated[str, typer.Argument(help="A file of Python, bash, JavaScript or R, or `-` for standard input.")] = "-",
     rest: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.", metavar="[ARGUMENTS]...")] = None,
-    code: Annotated[str | None, typer.Option("-c", help="Python code, instead of a file.")] = None,
+    code: Annotated[str | None, typer.Option("-c", help="Code, instead of a file.")] = None,
+    language: Annotated[str | None, typer.Option("--language", help=arguments.RUN_OPTIONS["--language"])] = None,
     timeout: Annotated[str | None, typer.Option("--timeout", help=_HELP["--timeout"])] = None,
     memory: Annotated[str | None, typer.Option("--memory", help=_HELP["--memory"])] = None,
     cpus: Annotated[str | None, typer.Option("--cpus", help=_HELP["--cpus"])] = None,
@@ -83,7 +84,7 @@ def run_command(
     mode: Annotated[str | None, typer.Option("--mode", help=_HELP["--mode"])] = None,
     json: Json = False,
 ) -> None:
-    """Run Python code in a sandbox of its own, as `python` would run it.
+    """Run code in a sandbox of its own, as `python` (or `bash`, `node`, `Rscript`) would run it.
 
     Standard input, output and error, and the exit code, pass through. Only the file itself goes in, not its
     directory. With --workspace, `--` begins a command instead: run --workspace . -- make test. Exit codes: the program's own; 128 + n for death by signal n; 124 when the time was up; 125 when

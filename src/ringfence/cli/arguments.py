@@ -27,6 +27,10 @@ VALUE_OPTIONS = {
     "--workspace": "a host directory to show at /workspace, where the program then starts; replaces the policy's",
     "--mode": "how --workspace is shown: `overlay` (changes stay inside and end with it), `ro` or `rw` [overlay]",
 }
+RUN_OPTIONS = {
+    "--language": "`python`, `bash`, `javascript` or `r` [by the file's suffix, else python]",
+}
+"""Options of `run` alone."""
 FLAGS = {
     "--json": "print one JSON object instead of passing output through",
     "--help": "show this and exit",
@@ -42,13 +46,14 @@ class UsageError(Exception):
 class Request:
     """What is to be run: exactly one of `code`, `file` and `command` is set; `file` may be `-`."""
 
-    __slots__ = ("arguments", "code", "command", "file", "help", "json", "options", "variables", "verb")
+    __slots__ = ("arguments", "code", "command", "file", "help", "json", "language", "options", "variables", "verb")
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
         self.code: str | None = None
         self.file: str | None = None
         self.command: list[str] | None = None
+        self.language = "python"  # of `code` and `file`
         self.arguments: list[str] = []
         self.options: dict[str, str] = {}
         self.variables: dict[str, str] = {}
@@ -80,11 +85,12 @@ def parse(verb: str, words: list[str]) -> Request:
             if request.help:
                 return request
             continue
-        if name not in VALUE_OPTIONS:
+        meaning = VALUE_OPTIONS.get(name) or (RUN_OPTIONS.get(name) if verb == "run" else None)
+        if meaning is None:
             raise UsageError(f"there is no option {name}; `ringfence {verb} --help` lists them")
         if not equals:
             if position == len(words):
-                raise UsageError(f"{name} needs a value: {VALUE_OPTIONS[name]}")
+                raise UsageError(f"{name} needs a value: {meaning}")
             value = words[position]
             position += 1
         if name == "--env":
@@ -130,4 +136,12 @@ def _checked(request: Request) -> Request:
                 f"there is no template {template!r}; choose one of {', '.join(TEMPLATES)}, current-env, "
                 "or an environment of `ringfence env ls`"
             )
+    language = request.options.pop("language", None)
+    if language is not None or (request.file is not None and not request.file.endswith((".py", "-"))):
+        from ringfence.stream import languages
+
+        known = languages.language_of(request.file or "") if language is None else languages.ALIASES.get(language.lower())
+        if known is None:
+            raise UsageError(f"there is no language {language!r}; choose one of {', '.join(languages.LANGUAGES)}")
+        request.language = known
     return request

@@ -247,21 +247,28 @@ class _Run:
         if request.command is not None:
             argv = request.command
         elif request.code is not None:
-            argv = [self.python, "-c", request.code, *request.arguments]
+            argv = [*self._beginning(code=request.code), *request.arguments]
         elif request.file in (None, "-"):
-            argv = [self.python, "-", *request.arguments]
+            argv = [*self._beginning(), *request.arguments]
         else:
             name = os.path.basename(request.file)
             self.upload_data = _read_script(request.file)
             script = name if not name.startswith("-") else "./" + name
             if self.settings.cwd != HOME:
                 script = f"{HOME}/{name}"
-            argv = [self.python, script, *request.arguments]
+            argv = [*self._beginning(file=script), *request.arguments]
             self.upload = self.mux.open({"op": "file.write", "path": f"{HOME}/{name}", "parents": False})
             self._feed_upload()
         self.exec_request = {"op": "exec", "argv": argv, "cwd": self.settings.cwd, "env": None, "pty": None, "stdin": True}
         if not self.upload:
             self.channel = self.mux.open(self.exec_request)
+
+    def _beginning(self, code: str | None = None, file: str | None = None) -> list[str]:
+        if self.request.language == "python":
+            return [self.python, "-c", code] if code is not None else [self.python, file or "-"]
+        from ringfence.stream import languages
+
+        return languages.command(self.request.language, code=code, file=file)
 
     def _feed_upload(self) -> None:
         room = self.mux.data_room(self.upload)

@@ -21,6 +21,7 @@ from ringfence.errors import (
     NotFoundError,
     TimeoutExceededError,
 )
+from ringfence.stream import languages
 from ringfence.stream.checks import (
     check_callback,
     check_context_id,
@@ -49,12 +50,6 @@ DEFAULT_CONTEXT = "default"
 GRACE_SECONDS = 2.0
 """How long code may take to react to a KeyboardInterrupt before its kernel is replaced."""
 
-_LANGUAGES = {
-    "python": "python", "py": "python", "python3": "python",
-    "bash": "bash", "sh": "bash", "shell": "bash",
-    "javascript": "javascript", "js": "javascript", "node": "javascript", "nodejs": "javascript",
-    "r": "r",
-}  # fmt: skip
 _STDOUT, _STDERR, _RESULTS = 1, 2, 4
 
 
@@ -462,9 +457,9 @@ def _check_language(language: str | None) -> str:
         return "python"
     check_text(language, "language")
     try:
-        return _LANGUAGES[language.lower()]
+        return languages.ALIASES[language.lower()]
     except KeyError:
         raise InvalidArgumentError(
             f"language {language!r} is not supported",
-            hint=f"there are: {', '.join(sorted(set(_LANGUAGES.values())))}; use commands.run for others",
+            hint=f"there are: {', '.join(languages.LANGUAGES)}; use commands.run for others",
         ) from None
