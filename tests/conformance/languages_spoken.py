@@ -50,7 +50,7 @@ BASH = Spoken(
     child="sleep 60 &", descriptors="ls /proc/self/fd",
     late="(sleep 0.5; echo straggler) &", waits="sleep 1; echo mine",
     forges='for d in /proc/$$/fd/*; do [[ $(readlink $d) == *messages* ]] && printf %s >&${d##*/}; done',
-    eats="printf -v x '%*s' 600000000 ''",
+    eats="x=$(head -c 400000000 /dev/zero | tr '\\0' x)",
     floods="head -c 4194304 /dev/zero | tr '\\0' x; echo; echo last",
 )  # fmt: skip
 
@@ -89,7 +89,7 @@ R = Spoken(
     fails=("divide <- function(x) stop('cannot')\ndivide(1)", "simpleError", "divide(1)"),
     broken=("x <- (1 +", "SyntaxError"),
     spins="cat('begun\\n'); while (TRUE) {}", sleeps="Sys.sleep(60)",
-    stubborn="repeat tryCatch(Sys.sleep(60), interrupt = function(condition) NULL)",
+    stubborn="suspendInterrupts(repeat {})",
     leaves="quit(status = 3)", crashes=("tools::pskill(Sys.getpid(), 11); Sys.sleep(60)", "SIGSEGV"),
     spoils=("sink('/dev/null')", "sink('/dev/null'); closeAllConnections()"), says="cat('again\\n')",
     reads="cat(sum(nchar(readLines(file('stdin')))), '\\n')",
