@@ -89,7 +89,7 @@ R = Spoken(
     fails=("divide <- function(x) stop('cannot')\ndivide(1)", "simpleError", "divide(1)"),
     broken=("x <- (1 +", "SyntaxError"),
     spins="cat('begun\\n'); while (TRUE) {}", sleeps="Sys.sleep(60)",
-    stubborn="repeat tryCatch(suspendInterrupts(repeat {}), interrupt = function(condition) NULL)",
+    stubborn="system(\"trap '' INT; sleep 60\")",
     leaves="quit(status = 3)", crashes=("tools::pskill(Sys.getpid(), 11); Sys.sleep(60)", "SIGSEGV"),
     spoils=("sink('/dev/null')", "sink('/dev/null'); closeAllConnections()"), says="cat('again\\n')",
     reads="cat(sum(nchar(readLines(file('stdin')))), '\\n')",
