@@ -23,6 +23,10 @@ from ringfence.stream.transfers import Transfers
 from ringfence.stream.waiting import wait_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ringfence.changes.model import Applied, Change, Changes
+    from ringfence.changes.reviewing import Review
     from ringfence.engines.base import CellSpec, Enforced, Limits
     from ringfence.errors import SandboxDeadError
     from ringfence.policy.default import DefaultPolicy
@@ -198,6 +202,15 @@ def _packages(template: str, asked: Any) -> tuple[str, tuple[str, ...]]:
     return packages.automatic_name(lines), lines
 
 
+def _review_of(spec: CellSpec | None, handle: CellHandle) -> Review | None:
+    workspace = None if spec is None else spec.workspace
+    if workspace is None or workspace["mode"] != "overlay":
+        return None
+    from ringfence.changes.reviewing import Review
+
+    return Review(workspace["source"], handle.started_at, handle.limits.disk)
+
+
 _known: dict[str, SandboxCore] = {}
 _known_lock = threading.Lock()
 
@@ -206,7 +219,7 @@ class SandboxCore:
     """One sandbox, below both facades. Made unstarted, `await start()` starts it."""
 
     __slots__ = (
-        "_code", "_commands", "_files", "_owner", "_progress", "_session", "_spec", "_timeout", "_transfers",
+        "_code", "_commands", "_files", "_owner", "_progress", "_review", "_session", "_spec", "_timeout", "_transfers",
     )  # fmt: skip
 
     def __init__(self, template: str = "base", options: Mapping[str, Any] | None = None) -> None:
@@ -267,6 +280,7 @@ class SandboxCore:
         self._commands = CommandRunner(session)
         self._files = FileOperations(session)
         self._transfers = Transfers(self._files)
+        self._review = _review_of(self._spec, handle)
         self._session = session
         if session.death is None:
             _known[handle.id] = self
@@ -315,6 +329,35 @@ class SandboxCore:
     def transfers(self) -> Transfers:
         """Uploads and downloads."""
         return self._transfers if self._session is not None else self.session  # type: ignore[return-value]
+
+    @property
+    def review(self) -> Review:
+        """What it changed in its workspace. Raises InvalidArgumentError where nothing is held back."""
+        self.session  # noqa: B018 - says when it is not started
+        if self._review is None:
+            raise InvalidArgumentError(
+                "this sandbox holds no changes back for review",
+                hint="start it with workspace='.', which is mode='overlay'",
+            )
+        return self._review
+
+    async def changes(self) -> Changes:
+        """Capture what was changed in the workspace while the sandbox stands still."""
+        review, session = self.review, self.session
+        if not self.owned:
+            raise WrongProcessError("this sandbox belongs to the parent process", hint="capture its changes there")
+        if session.death is not None:
+            raise session.dead_error("changes")
+        handle = session.handle
+        handle.operation_started()
+        try:
+            return await review.capture(handle.capture)
+        finally:
+            handle.operation_ended()
+
+    async def apply(self, changes: Changes, paths: Iterable[str | bytes | os.PathLike[str] | Change] | None) -> Applied:
+        """Write captured changes to the host's directory."""
+        return await self.review.apply(changes, paths)
 
     @property
     def running(self) -> bool:

@@ -33,6 +33,7 @@ from ringfence.stream.results import (
 from ringfence.stream.waiting import run_sync
 
 if TYPE_CHECKING:
+    from ringfence.changes.model import Applied, Change, Changes
     from ringfence.stream.transfers import Transfers
 
 __all__ = ["CommandHandle", "FileStream", "Sandbox", "WatchHandle"]
@@ -795,6 +796,37 @@ class Sandbox:
     def stats(self) -> dict[str, Any]:
         """What it uses, as the host counts it: `memory` in bytes, `pids`, `oom_kills`, ..."""
         return self._run(self._core.stats())
+
+    def changes(self) -> Changes:
+        """Capture what was changed in an overlay workspace: paths, kinds, modes, hashes, diffs, and the bytes.
+
+        The sandbox stands still meanwhile; `changes.frozen` says whether all of it did. Only what it changed is read, and
+        of the host the same names. Nothing is written: see `apply`.
+
+        Raises InvalidArgumentError without an overlay workspace or after `discard`, CaptureError beyond the bounds,
+        SandboxDeadError, ApplyConflictError when the directory was replaced.
+        """
+        return self._run(self._core.changes())
+
+    def apply(self, changes: Changes, paths: Iterable[Path | Change] | None = None) -> Applied:
+        """Write exactly the captured bytes to the host's directory: all that was asked for, or nothing.
+
+        `paths` narrows it to some: a directory stands for the ordinary changes in it. What needs to be named (files that
+        the host would act on by itself, links that lead outside) is refused unless its own path is in `paths`, or the
+        change itself is; `paths=changes.ordinary` leaves such changes out. Works after the sandbox has ended, too.
+
+        Raises ApplyRefusedError, ApplyConflictError where the host changed the same files meanwhile,
+        InvalidArgumentError for a path where nothing changed. Cut short by a crash, it is undone by the next `apply` or
+        by `ringfence sweep`.
+        """
+        return self._run(self._core.apply(changes, paths))
+
+    def discard(self) -> None:
+        """Give up what was changed in the workspace: nothing of it can be captured or applied any more.
+
+        What runs in the sandbox keeps seeing its own files; they go with it.
+        """
+        self._core.review.discard()
 
     def set_timeout(self, timeout: float | str) -> None:
         """Let it end `timeout` (seconds, or a text such as `10min`) from now.

@@ -29,7 +29,7 @@ ALLOWED = {
     "node": {
         "node", "stream", "engines", "gateway", "policy", "audit", "linux", "errors", "terminal", "guest.protocol",
     },
-    "changes": {"changes", "node.capture", "node.cache", "stream.trees", "policy", "linux", "errors", "terminal"},
+    "changes": {"changes", "node.capture", "node.cache", "stream.trees", "stream.waiting", "policy", "linux", "errors", "terminal"},
     "errors": set(),
     "terminal": set(),
     # The one package file may name anything: it imports lazily, which the test of cheapness below holds.

@@ -49,6 +49,10 @@ class CellHandle(Protocol):
         """What is in force, primitive by primitive, read from the kernel now."""
         ...
 
+    def capture(self, descriptor: int) -> Pending[Any]:
+        """Write what was changed in an overlay workspace to `descriptor`; completes with a dict that has `frozen`."""
+        ...
+
     def set_expiry(self, expires_at: float) -> None:
         """Move `expires_at`; the node itself refuses times beyond start + `limits.max_age`."""
         ...
