@@ -26,6 +26,7 @@ from ringfence.stream.results import (
     ProcessInfo,
     PtySize,
     Result,
+    SandboxMetrics,
     TransferReport,
     WriteInfo,
 )
@@ -751,7 +752,7 @@ class AsyncSandbox:
     def __repr__(self) -> str:
         if not self._core.started:
             return "<AsyncSandbox, not started>"
-        return f"<AsyncSandbox {self.id} {'running' if self._core.running else 'ended'}>"
+        return f"<AsyncSandbox {self.id} {self._core.state}>"
 
     def __reduce__(self) -> NoReturn:
         raise WrongProcessError(
@@ -837,6 +838,43 @@ class AsyncSandbox:
         What runs in the sandbox keeps seeing its own files; they go with it.
         """
         self._core.review.discard()
+
+    async def metrics(self) -> SandboxMetrics:
+        """What it uses now: processor time, memory, processes, files, bytes through this API; by the host's counters."""
+        return await self._run(self._core.metrics())
+
+    async def get_metrics(self) -> builtins.list[SandboxMetrics]:
+        """`metrics` in a list of one (E2B's name; nothing keeps a history)."""
+        return [await self.metrics()]
+
+    async def resize(
+        self, memory: int | str | None = None, cpus: float | None = None, pids: int | None = None
+    ) -> SandboxInfo:
+        """Change limits while it runs: bytes or a text such as `"1GiB"`, processors, processes and threads.
+
+        All that is asked for takes effect or nothing does. Returns what is in force afterwards. A smaller limit
+        kills nothing: below what is in use it is refused. Without a control group `memory` changes the watch; each
+        process keeps its own, smaller bound where that cannot be raised, and `enforcement` says so.
+        It is the caller who decides: limits beyond those of the policy it was made with are put in force.
+
+        Raises EnforcementError, with `.primitive` and a hint, for what is in use, what this machine does not have
+        and what is not limited here; PolicyError for what no policy may ask for; SandboxDeadError.
+        """
+        return await self._run(self._core.resize(memory, cpus, pids))
+
+    async def pause(self) -> bool:
+        """Stop every process in it, by the control group's freezer; False when it was paused already.
+
+        It keeps its memory and files and takes no processor time. While it is paused, time limits of what runs in it
+        and `limits.idle` stand still; `limits.max_age` goes on. Calls that need its guest raise SandboxPausedError;
+        `kill`, `info`, `metrics`, `resize` and `set_timeout` work.
+        Raises EnforcementError where there is no freezer, or a process could not be stopped.
+        """
+        return await self._run(self._core.pause())
+
+    async def resume(self) -> bool:
+        """Let a paused sandbox go on where it stood; False when it was not paused."""
+        return await self._run(self._core.resume())
 
     async def set_timeout(self, timeout: float | str) -> None:
         """Let it end `timeout` (seconds, or a text such as `10min`) from now.

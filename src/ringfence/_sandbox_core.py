@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ringfence.policy.model import Policy, Workspace
     from ringfence.stream.cell import CellHandle
     from ringfence.stream.connection import Connection
+    from ringfence.stream.results import SandboxMetrics
 
 __all__ = ["SandboxCore", "SandboxInfo", "SandboxOptions"]
 
@@ -365,6 +366,13 @@ class SandboxCore:
         return self._session is not None and self._session.death is None
 
     @property
+    def state(self) -> str:
+        """`running`, `paused` or `ended`."""
+        if not self.running:
+            return "ended"
+        return "paused" if self.session.clock.paused else "running"
+
+    @property
     def owned(self) -> bool:
         """False in a forked child of the process that started it."""
         return os.getpid() == self._owner
@@ -396,7 +404,7 @@ class SandboxCore:
             template=handle.template,
             engine=handle.engine,
             level=handle.level,
-            state="running" if self.running else "ended",
+            state=self.state,
             started_at=datetime.fromtimestamp(handle.started_at, UTC),
             expires_at=datetime.fromtimestamp(handle.expires_at, UTC),
             limits=handle.limits,
@@ -419,6 +427,79 @@ class SandboxCore:
         if session.death is not None:
             raise session.dead_error("stats")
         return await wait_for(session.handle.stats(), OPERATION_SECONDS)
+
+    def _living(self, what: str) -> Session:
+        session = self.session
+        if session.death is not None:
+            raise session.dead_error(what)
+        return session
+
+    async def metrics(self) -> SandboxMetrics:
+        """What it uses now, by counters of the host."""
+        import time
+
+        from ringfence.stream.results import SandboxMetrics
+
+        session = self._living("metrics")
+        handle, connection, limits = session.handle, session.connection, session.handle.limits
+        found = await wait_for(handle.measure(), OPERATION_SECONDS)
+        peak = found.get("memory_peak")
+        return SandboxMetrics(
+            timestamp=datetime.now(UTC),
+            uptime=max(0.0, time.time() - handle.started_at),
+            cpu_seconds=found.get("cpu_seconds"),
+            memory=found.get("memory"),
+            memory_peak=None if peak is None else max(peak, session.meter.highest),
+            pids=found.get("pids"),
+            disk=found.get("disk"),
+            tmp=found.get("tmp"),
+            bytes_in=connection.bytes_sent,
+            bytes_out=connection.bytes_received,
+            memory_limit=limits.memory,
+            cpus_limit=limits.cpus,
+            pids_limit=limits.pids,
+            disk_limit=limits.disk,
+            tmp_limit=limits.tmp,
+            oom_kills=found.get("oom_kills") or 0,
+            paused=session.clock.paused,
+        )
+
+    async def resize(self, memory: int | str | None, cpus: float | None, pids: int | None) -> SandboxInfo:
+        """New limits for a running sandbox: all of them, or an error and none."""
+        from ringfence.policy.model import Policy
+
+        session = self._living("resize")
+        asked = {"memory": memory, "cpus": cpus, "pids": pids}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if not asked:
+            raise InvalidArgumentError("resize changes nothing", hint="pass memory=, cpus= or pids=")
+        checked = Policy().with_limits(**asked).limits  # the bounds that a policy has
+        session.limits = await wait_for(
+            session.handle.resize({name: getattr(checked, name) for name in asked}), OPERATION_SECONDS
+        )
+        return await self.inspect()
+
+    async def pause(self) -> bool:
+        """Stop every process in it; False when it was paused already."""
+        session = self._living("pause")
+        if session.clock.paused:
+            return False
+        session.pause_clock(True)
+        try:
+            await wait_for(session.handle.pause(), OPERATION_SECONDS)
+        except BaseException:
+            session.pause_clock(False)
+            raise
+        return True
+
+    async def resume(self) -> bool:
+        """Let it go on; False when it was not paused."""
+        session = self._living("resume")
+        if not session.clock.paused:
+            return False
+        await wait_for(session.handle.resume(), OPERATION_SECONDS)
+        session.pause_clock(False)
+        return True
 
     def set_timeout(self, seconds: float | str) -> None:
         """Let the sandbox end `seconds` from now. Raises InvalidArgumentError beyond limits.max_age."""

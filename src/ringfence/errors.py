@@ -12,6 +12,7 @@ RingfenceError                      message, and a hint that says what to do
 ├── WrongProcessError               a sandbox used in a forked child of the process that owns it
 └── SandboxError                    anything about one sandbox
     ├── SandboxDeadError            it is gone; `.reason` says why
+    ├── SandboxPausedError          it is paused: nothing inside can answer until it is resumed
     ├── NotFoundError               (FileNotFoundError) no such file, process, context or sandbox
     ├── PermissionDeniedError       (PermissionError) the user inside may not do that
     ├── FileConflictError           (FileExistsError) the target exists
@@ -60,6 +61,7 @@ __all__ = [
     "RingfenceError",
     "SandboxDeadError",
     "SandboxError",
+    "SandboxPausedError",
     "TimeoutExceededError",
     "TransferError",
     "WrongProcessError",
@@ -136,6 +138,10 @@ class SandboxDeadError(SandboxError):
     def __init__(self, message: str = "", *, hint: str = "", reason: str = "crashed") -> None:
         super().__init__(message or f"the sandbox is gone: {reason}", hint=hint)
         self.reason = reason
+
+
+class SandboxPausedError(SandboxError):
+    """The sandbox is paused (`pause()`), so nothing inside can answer; `resume()` it first."""
 
 
 class NotFoundError(SandboxError, FileNotFoundError):

@@ -396,6 +396,51 @@ def test_v2_numbers_are_read(fake):
         assert group.stats()["memory_peak"] is None
 
 
+def limit(folder, name):
+    with open(folder + "/" + name) as file:
+        return file.read().strip()
+
+
+def test_v2_is_not_resized_below_what_is_in_use_since_it_would_kill(fake):
+    with cgroups.GroupPool(fake.detect(uid=0)) as pool:
+        group = pool.take(memory=64 * MIB, pids=9)
+        folder = group.directories[0]
+        fake.put(folder, "memory.current", str(40 * MIB))
+        fake.put(folder, "memory.stat", f"anon {20 * MIB}\nactive_file {3 * MIB}\ninactive_file {5 * MIB}\n")
+        assert (group.unreclaimable(), group.anonymous()) == (32 * MIB, 20 * MIB)
+        with pytest.raises(cgroups.CgroupError, match="in use") as refusal:
+            group.resize(memory=31 * MIB, pids=5)
+        assert refusal.value.errno == errno.EBUSY and refusal.value.hint
+        assert (limit(folder, "memory.max"), limit(folder, "pids.max")) == (str(64 * MIB), "9")
+        group.resize(memory=32 * MIB, pids=5)  # the caches can go
+        assert (limit(folder, "memory.max"), limit(folder, "pids.max")) == (str(32 * MIB), "5")
+
+
+def test_a_resize_that_fails_half_way_is_taken_back(fake, monkeypatch):
+    with cgroups.GroupPool(fake.detect(uid=0)) as pool:
+        group = pool.take(memory=64 * MIB, pids=9)
+        folder = group.directories[0]
+        fake.put(folder, "memory.current", "0")
+
+        def refuse(self, version, directory, value):
+            raise OSError(errno.EINVAL, "no")
+
+        monkeypatch.setattr(cgroups.Group, "_set_pids", refuse)
+        with pytest.raises(cgroups.CgroupError):
+            group.resize(memory=128 * MIB, pids=20)
+        assert (limit(folder, "memory.max"), limit(folder, "pids.max")) == (str(64 * MIB), "9")
+
+
+def test_the_smallest_limit_above_a_group_is_known(fake):
+    with cgroups.GroupPool(fake.detect(uid=0)) as pool:
+        group = pool.take(memory=MIB)
+        owner = os.path.dirname(group.directories[0])
+        for folder, memory, cpus in ((owner, "900000000", "max 100000"), (os.path.dirname(owner), "max", "150000 100000")):
+            fake.put(folder, "memory.max", memory)
+            fake.put(folder, "cpu.max", cpus)
+        assert (group.bound_above("memory"), group.bound_above("cpus")) == (900000000, 1.5)
+
+
 def test_the_pool_makes_groups_ahead_and_uses_each_once(fake):
     with cgroups.GroupPool(fake.detect(uid=0), size=3, memory=MIB, pids=9, cpus=1) as pool:
         assert pool.refill(at_most=2) == 2 and pool.refill() == 1 and pool.refill() == 0

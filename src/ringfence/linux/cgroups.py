@@ -692,7 +692,82 @@ class Group:
         if found is None or not value - slack <= found <= value:
             raise CgroupError("the limit " + str(value) + " did not take: " + path + " says " + str(found))
 
+    def resize(self, memory=None, pids=None, cpus=None) -> None:
+        """`set` for a group that is in use: all of it or nothing, and never by killing what does not fit.
+
+        Raises CgroupError (EBUSY where more memory is in use than `memory`). v1 refuses that by itself; v2 would
+        kill, so the use is looked at first: freeze the group around the call, that it cannot grow meanwhile.
+        """
+        if memory is not None and self._directory.get("memory", (1,))[0] == 2:
+            used = self.unreclaimable()
+            if used is None or used > memory:
+                message = f"{used} bytes are in use, more than the memory limit {memory}"
+                raise CgroupError(message, "a running sandbox cannot be limited below what it already uses", errno.EBUSY)
+        before = self._limits
+        try:
+            self.set(memory, pids, cpus)
+        except CgroupError:
+            self._limits = (None, None, None)
+            self.set(*before)
+            raise
+
+    def limits(self) -> dict:
+        """{memory, pids, cpus} as they were set; None for those that were not."""
+        return dict(zip(("memory", "pids", "cpus"), self._limits))
+
+    def unreclaimable(self):
+        """Bytes that the kernel cannot take back by dropping cached file pages; None when it cannot be known."""
+        version, directory = self._directory.get("memory", (0, ""))
+        if not version:
+            return None
+        stat = _table(directory + "/memory.stat")
+        used = _number(directory + ("/memory.current" if version == 2 else "/memory.usage_in_bytes"))
+        prefix = "" if version == 2 else "total_"
+        return None if used is None else used - stat.get(prefix + "active_file", 0) - stat.get(prefix + "inactive_file", 0)
+
+    def anonymous(self):
+        """Bytes that processes hold themselves: no file's, no kernel's. None when it cannot be known."""
+        version, directory = self._directory.get("memory", (0, ""))
+        if not version:
+            return None
+        return _table(directory + "/memory.stat").get("anon" if version == 2 else "total_rss")
+
+    def bound_above(self, limit: str):
+        """The smallest `limit` (memory, pids, cpus) of the groups this one lies in; None when none has one."""
+        version, directory = self._directory.get("cpu" if limit == "cpus" else limit, (0, ""))
+        bounds = []
+        while version:
+            directory = os.path.dirname(directory)
+            if not _is_group(directory):
+                break
+            if limit != "cpus":
+                name = "/pids.max" if limit == "pids" else "/memory.max" if version == 2 else "/memory.limit_in_bytes"
+                value = _number(directory + name)
+                if value is not None and value < _UNLIMITED_V1:
+                    bounds.append(value)
+            elif version == 2:
+                words = _read_or_empty(directory + "/cpu.max").split()
+                if len(words) == 2 and words[0].isdigit():
+                    bounds.append(int(words[0]) / int(words[1]))
+            else:
+                quota, period = _number(directory + "/cpu.cfs_quota_us"), _number(directory + "/cpu.cfs_period_us")
+                if quota is not None and quota > 0 and period:
+                    bounds.append(quota / period)
+        return min(bounds, default=None)
+
     # what is going on
+
+    def counters(self) -> dict:
+        """Files whose reading is cheap enough to do for every execution, for linux/counters.py: {name: path}."""
+        found = {}
+        if "core" in self._directory:
+            found["cpu"] = self._directory["core"][1] + "/cpu.stat"
+        elif "cpuacct" in self._directory:
+            found["cpu"] = self._directory["cpuacct"][1] + "/cpuacct.usage"
+        if "memory" in self._directory:
+            version, directory = self._directory["memory"]
+            found["peak"] = directory + ("/memory.peak" if version == 2 else "/memory.max_usage_in_bytes")
+        return found
 
     def stats(self) -> dict:
         """memory and memory_peak (bytes), cpu_seconds, pids, oom_kills, throttled (seconds); None = unknown here."""
@@ -873,6 +948,10 @@ class Group:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)
+
+
+def _is_group(directory: str) -> bool:
+    return os.path.exists(directory + "/cgroup.procs")
 
 
 def _remove_directory(directory: str) -> bool:

@@ -37,7 +37,7 @@ def _open_proc(proc) -> int:
     return os.open(proc, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _read_at(directory: int, name: str) -> bytes:
+def read_at(directory: int, name: str) -> bytes:
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     try:
         return os.read(descriptor, 16384)
@@ -90,7 +90,7 @@ def measure(proc, pids=None, threshold=0, baseline=0) -> Measurement:
         if not name.isdigit():
             continue
         try:
-            found = _kilobytes(_read_at(proc, name + "/status"), _CHEAP)
+            found = _kilobytes(read_at(proc, name + "/status"), _CHEAP)
         except OSError:
             continue  # gone
         if found:  # a zombie has no memory lines
@@ -102,7 +102,7 @@ def measure(proc, pids=None, threshold=0, baseline=0) -> Measurement:
     total, exact = 0, True
     for name, estimate in cheap.items():
         try:
-            text = _read_at(proc, name + "/smaps_rollup")
+            text = read_at(proc, name + "/smaps_rollup")
             found = _kilobytes(text, _EXACT)
             if b"Pss_Anon:" in found:
                 total += sum(found.values()) + tables[name]

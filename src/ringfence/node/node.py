@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ringfence.engines.base import CellSpec, Enforced
+from ringfence.engines.base import CellSpec, Enforced, Limits
 from ringfence.engines.namespace import engine as namespace_engine
 from ringfence.engines.namespace.client import Launcher, refusal
 from ringfence.errors import (
@@ -75,6 +75,7 @@ class Handle:
         self.started_at = time.time()
         self.expires_at = self.started_at + spec.limits.max_age
         self.timings: dict[str, float] = {}
+        self.counters: dict[str, str] = {}
         self.connection: Connection
         self.failure: dict[str, Any] | None = None
         self.gone: Pending[SandboxDeadError] = Pending()
@@ -103,11 +104,33 @@ class Handle:
         """Memory, processor time, pids and OOM kills as the host counts them."""
         return self._node.question({"do": "stats", "id": self.id}, lambda answer: answer["stats"])
 
+    def measure(self) -> Pending:
+        """The same with bytes of files, and numbers where no control group counts."""
+        return self._node.question({"do": "measure", "id": self.id}, lambda answer: answer["usage"])
+
+    def resize(self, changes: dict[str, Any]) -> Pending:
+        """Put new limits in force; completes with `limits` as they are then."""
+        request = {"do": "resize", "id": self.id, "memory": None, "cpus": None, "pids": None, **changes}
+
+        def take(answer: dict[str, Any]) -> Limits:
+            self.limits = replace(self.limits, **answer["limits"])
+            return self.limits
+
+        return self._node.question(request, take)
+
     def pause(self) -> Pending:
-        return self._node.question({"do": "freeze", "id": self.id}, lambda answer: None)
+        """Stop every process. Its idle time stands still too; `limits.max_age` goes on."""
+        self._node.check_process()
+        self.operation_started()  # a paused sandbox is not idle
+        pending = self._node.question({"do": "freeze", "id": self.id}, lambda answer: None)
+        pending.add_done_callback(lambda done: self.operation_ended() if done.exception() else None)
+        return pending
 
     def resume(self) -> Pending:
-        return self._node.question({"do": "thaw", "id": self.id}, lambda answer: None)
+        """Let all go on."""
+        pending = self._node.question({"do": "thaw", "id": self.id}, lambda answer: None)
+        pending.add_done_callback(lambda done: None if done.exception() else self.operation_ended())
+        return pending
 
     def capture(self, descriptor: int) -> Pending:
         """Write what was changed in an overlay workspace to `descriptor`, as `node.capture` reads it.
@@ -517,6 +540,7 @@ class Node:
                 os.close(descriptor)
         try:
             await wait_for(handle.connection.ready, START_PATIENCE)
+            handle.counters = (await wait_for(created, START_PATIENCE)).get("counters") or {}
         except BaseException as error:
             answer = created.result() if created.done() else {"ok": True}
             await self._failed(handle, answer, error)

@@ -45,6 +45,25 @@ class CellHandle(Protocol):
         """A dict with at least `memory` (bytes), `oom_kills` and `pids`, read from outside of the sandbox."""
         ...
 
+    counters: dict[str, str]
+    """Files of the host that count what it uses, for linux/counters.py; empty where nothing does."""
+
+    def measure(self) -> Pending[dict[str, Any]]:
+        """What it uses now: `stats` and bytes of `disk` and `tmp`."""
+        ...
+
+    def resize(self, changes: dict[str, Any]) -> Pending[Limits]:
+        """Put new limits (`memory`, `cpus`, `pids`) in force; completes with all that are in force then."""
+        ...
+
+    def pause(self) -> Pending[Any]:
+        """Stop every process; completes when all stand still."""
+        ...
+
+    def resume(self) -> Pending[Any]:
+        """Let all go on."""
+        ...
+
     def inspect(self) -> Pending[tuple[Enforced, ...]]:
         """What is in force, primitive by primitive, read from the kernel now."""
         ...

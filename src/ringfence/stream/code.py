@@ -8,7 +8,6 @@ since each has a channel of its own.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -149,8 +148,8 @@ class CodeRunner:
             request["language"] = language
         oom_kills = session.oom_kills
         cell = _Cell(session.limits.output, session.limits.result, live)
-        begun = time.monotonic()
-        deadline = begun + limit if limit else None
+        clock = session.clock
+        deadline = clock.now() + limit if limit else None
         execution = Execution()
         consumer = _Consumer(cell, execution, on_stdout, on_stderr, on_result, on_error)
         try:
@@ -160,6 +159,7 @@ class CodeRunner:
                 f"the code cannot be sent: {error}",
                 hint="write it to a file with files.write and run that (%run file.py); large data go into files too",
             ) from error
+        reading = session.meter.begin()  # while the guest works already
         try:
             while True:
                 seen = cell.version
@@ -169,7 +169,7 @@ class CodeRunner:
                     in_time = True
                 if live:
                     await consumer.consume()
-                    if deadline is not None and time.monotonic() >= deadline and not cell.done:
+                    if deadline is not None and clock.now() >= deadline and not cell.done:
                         in_time = False
                 if cell.done:
                     break
@@ -182,6 +182,8 @@ class CodeRunner:
             cell.go_quiet()
             session.abandon(cell, {"interrupt": True}, {"kill": True}, grace=GRACE_SECONDS)
             raise
+        finally:
+            execution.usage = session.meter.end(reading)
         await consumer.finish()
         if cell.reply is None:
             raise await session.fail(cell, "run_code")
@@ -199,16 +201,16 @@ class CodeRunner:
         if not cell.started:
             # It waits behind another execution of its context, which an interrupt or a kill would hit.
             channel.close("deadline")
-            done = await cell.finished(time.monotonic() + ANSWER_SECONDS)
+            done = await cell.finished(session.clock.now() + ANSWER_SECONDS)
         else:
             channel.send_event({"interrupt": True})
-            done = await cell.finished(time.monotonic() + GRACE_SECONDS)
+            done = await cell.finished(session.clock.now() + GRACE_SECONDS)
             if done and cell.reply is not None and cell.reply.get("status") in ("died", "killed"):
                 outcome = "restarted"
             if not done:
                 outcome = "restarted"
                 channel.send_event({"kill": True})
-                done = await cell.finished(time.monotonic() + ANSWER_SECONDS)
+                done = await cell.finished(session.clock.now() + ANSWER_SECONDS)
         if not done:
             outcome = "sandbox_killed"
             await session.kill()

@@ -32,7 +32,8 @@ from ringfence.stream.checks import (
 )
 from ringfence.stream.exchange import ANSWER_SECONDS, Exchange, Session, deliver, integer_of
 from ringfence.stream.output import OutputRing, TextDecoder
-from ringfence.stream.results import CommandResult, ProcessInfo, PtySize, clean_text, signal_name
+from ringfence.stream.results import CommandResult, ProcessInfo, PtySize, Usage, clean_text, signal_name
+from ringfence.stream.usage import Reading
 from ringfence.stream.waiting import run_sync, sleep
 
 __all__ = ["Command", "CommandRunner"]
@@ -61,6 +62,7 @@ class Command(Exchange):
         "_live",
         "_oom_kills",
         "_queue",
+        "_reading",
         "_registry",
         "_reserved",
         "_result",
@@ -80,6 +82,7 @@ class Command(Exchange):
         "stderr",
         "stdin",
         "stdout",
+        "usage",
     )
 
     def __init__(self, session: Session, registry: CommandRunner, name: str, output: int) -> None:
@@ -93,7 +96,8 @@ class Command(Exchange):
         self.stdin = False
         self.check = False
         self.failed: str | None = None
-        self.begun = self.last_output = time.monotonic()
+        self.clock = session.clock
+        self.begun = self.last_output = session.clock.now()
         self.limit: float | None = None
         self.deadline: float | None = None
         self.no_output: float | None = None
@@ -108,11 +112,13 @@ class Command(Exchange):
         self._expired: TimeoutExceededError | None = None
         self._stopped = False
         self._result: CommandResult | None = None
+        self._reading: Reading | None = None
+        self.usage: Usage | None = None
 
     # -- I/O thread
 
     def on_data(self, stream: int, data: memoryview) -> int | None:
-        self.last_output = time.monotonic()
+        self.last_output = self.clock.now()
         size = len(data)
         with self._lock:
             # Under the lock, so that `attach` sees each piece either in the ring or in the queue.
@@ -141,6 +147,8 @@ class Command(Exchange):
                 self.wake()
 
     def _finish(self) -> None:
+        # Now, not when somebody asks for the result: what runs afterwards is not this command's.
+        self.usage = self.session.meter.end(self._reading)
         self._registry.ended(self)
         super()._finish()
 
@@ -206,15 +214,17 @@ class Command(Exchange):
         """Wait for news, and stop the command when its time is over. False when `until` came first."""
         while True:
             limit = self._next_deadline()
-            earliest = until if limit is None or (until is not None and until < limit) else limit
-            if await self.changed(earliest, seen):
+            left = None if limit is None else self.clock.left(limit)
+            if until is not None:
+                ours = until - time.monotonic()
+                left = ours if left is None or ours < left else left
+            if await self.news(left, seen):
                 return True
-            now = time.monotonic()
             limit = self._next_deadline()
-            if limit is not None and now >= limit:
+            if limit is not None and self.clock.now() >= limit:
                 await self.expire()
                 return True
-            if until is not None and now >= until:
+            if until is not None and time.monotonic() >= until:
                 return False
 
     def _next_deadline(self) -> float | None:
@@ -229,7 +239,7 @@ class Command(Exchange):
         """The time is over: kill the tree inside, or the sandbox when the guest does not answer in 2 s."""
         if self._expired is not None or self.done:
             return
-        silent = self.deadline is None or time.monotonic() < self.deadline
+        silent = self.deadline is None or self.clock.now() < self.deadline
         limit = self.no_output if silent else self.limit
         what = "wrote nothing for" if silent else "ran longer than"
         error = self._expired = TimeoutExceededError(
@@ -250,10 +260,10 @@ class Command(Exchange):
         assert self.channel is not None
         self._stopped = True
         self.channel.send_event({"kill": True})
-        if await self.finished(time.monotonic() + seconds):
+        if await self.finished(self.clock.now() + seconds):
             return True
         await self.session.kill()
-        await self.finished(time.monotonic() + ANSWER_SECONDS)
+        await self.finished(self.clock.now() + ANSWER_SECONDS)
         return False
 
     async def wait(
@@ -308,7 +318,7 @@ class Command(Exchange):
                     await deliver(callback, text)
                 self._grant(credit)
             limit = self._next_deadline()
-            if limit is not None and time.monotonic() >= limit:
+            if limit is not None and self.clock.now() >= limit:
                 await self.expire()
             if self.done:
                 if self._queue:
@@ -371,9 +381,10 @@ class Command(Exchange):
             stderr_total=err.total,
             pid=self.pid,
             background=reply.get("background") is True,
-            duration=time.monotonic() - self.begun,
+            duration=self.clock.now() - self.begun,
             cpu_seconds=float(cpu) if isinstance(cpu, (int, float)) else None,
             max_rss=integer_of(reply, "max_rss"),
+            usage=self.usage,
         )
 
     # -- acting on it
@@ -382,6 +393,7 @@ class Command(Exchange):
         """Kill the command and every process it started; False when it had ended already."""
         if self.done:
             return False
+        self.session.check_going()
         await self._kill(KILL_SECONDS)
         return True
 
@@ -390,6 +402,7 @@ class Command(Exchange):
         check_count(number, "signal", lowest=1, highest=64)
         if self.done or self.channel is None:
             return False
+        self.session.check_going()
         self.channel.send_event({"signal": number, "tree": tree})
         return True
 
@@ -409,9 +422,10 @@ class Command(Exchange):
             )
         if self.done or self.channel is None:
             raise NotFoundError(f"the command has ended: {self.name}")
+        self.session.check_going()
         if timeout is None:
             timeout = self.limit or self.session.limits.timeout
-        deadline = time.monotonic() + timeout if timeout else None
+        deadline = self.clock.now() + timeout if timeout else None
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE] if len(data) > _PIECE else data
             if not await self.session.send(self, _PTY if self.pty else _STDIN, piece, deadline):
@@ -432,6 +446,7 @@ class Command(Exchange):
         if self.pty:
             await self.send_stdin(b"\x04")
         elif self.stdin:
+            self.session.check_going()
             self.channel.send_eof(_STDIN)
 
     async def resize(self, size: PtySize) -> None:
@@ -439,6 +454,7 @@ class Command(Exchange):
         if not self.pty:
             raise InvalidArgumentError("the command has no PTY", hint="pass pty=PtySize(rows, cols)")
         if not self.done and self.channel is not None:
+            self.session.check_going()
             self.channel.send_event({"resize": _check_size(size)})
 
     def feed(self, data: bytes) -> None:
@@ -460,7 +476,7 @@ class Command(Exchange):
 
         async def work() -> None:
             while (limit := self._next_deadline()) is not None:
-                pause = limit - time.monotonic()
+                pause = limit - self.clock.now()
                 if pause <= 0:
                     await self.expire()
                     return
@@ -553,6 +569,7 @@ class CommandRunner:
 
     def begin(self, command: Command, request: dict[str, Any]) -> None:
         """Send the request."""
+        meter = self._session.meter
         try:
             self._session.open(request, command)
         except ValueError as error:
@@ -560,6 +577,9 @@ class CommandRunner:
                 f"the command cannot be sent: {error}",
                 hint="write what is large to a file with files.write and name that, or pass it as stdin",
             ) from error
+        command._reading = meter.begin()  # while the guest works already
+        if command.done:
+            command.usage = meter.end(command._reading)  # it was so quick that its end found no reading
 
     async def run(
         self,

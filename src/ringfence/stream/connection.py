@@ -314,6 +314,8 @@ class Connection:
         self._leading = False
         self._unheard = False
         self._appetite = READ_SIZE
+        self.bytes_received = 0
+        """Bytes that came from the guest so far."""
         sock.setblocking(False)
         sock.set_inheritable(False)
         raise_buffers(sock)
@@ -385,6 +387,16 @@ class Connection:
     def dead(self) -> BaseException | None:
         """What the connection died of, or None."""
         return self._dead
+
+    def sinks(self) -> list[ChannelSink]:
+        """The sinks of the open channels."""
+        with self._lock:
+            return [channel._sink for channel in self._channels.values()]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes written to the guest so far."""
+        return self._mux.total_queued - self._mux.queued
 
     @property
     def open_channels(self) -> int:
@@ -581,6 +593,7 @@ class Connection:
                 self._release_socket()
                 return
             if count > 0:
+                self.bytes_received += count
                 frames = self._mux.frames_received
                 try:
                     events = self._mux.receive(view[:count])

@@ -7,7 +7,6 @@ they should be, and against work that goes on inside after nobody waits for it a
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,13 @@ from ringfence.errors import (
     PermissionDeniedError,
     SandboxDeadError,
     SandboxError,
+    SandboxPausedError,
     TimeoutExceededError,
 )
+from ringfence.stream.clock import REAL, Clock
 from ringfence.stream.connection import ChannelSink
 from ringfence.stream.results import MAXIMUM_EVENTS
+from ringfence.stream.usage import Meter
 from ringfence.stream.waiting import Pending, interruptible, run_sync, wait_for
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ __all__ = [
 
 OPERATION_SECONDS = 60.0
 """Default deadline of an operation that is over at once on a healthy sandbox."""
+STANDING_SECONDS = 1.0
+"""How often who waits for room in a stream looks whether a paused sandbox goes on."""
 ANSWER_SECONDS = 2.0
 """How long a guest may take to answer an order to stop before the whole sandbox is killed."""
 
@@ -55,23 +59,24 @@ ANSWER_SECONDS = 2.0
 class Patience:
     """How long an operation may take: in all (`limit`), and without any progress (`silence`); None: for ever."""
 
-    __slots__ = ("limit", "silence", "until")
+    __slots__ = ("clock", "limit", "silence", "until")
 
-    def __init__(self, limit: float | None, silence: float | None = None) -> None:
+    def __init__(self, limit: float | None, silence: float | None = None, clock: Clock = REAL) -> None:
         self.limit = limit or None
         self.silence = silence or None
-        self.until = time.monotonic() + limit if limit else None
+        self.clock = clock
+        self.until = clock.now() + limit if limit else None
 
     def deadline(self) -> float | None:
         """When to give up if nothing happens from now on."""
         if self.silence is None:
             return self.until
-        silent = time.monotonic() + self.silence
+        silent = self.clock.now() + self.silence
         return silent if self.until is None or silent < self.until else self.until
 
     def refusal(self, what: str) -> tuple[str, float, str]:
         """Message, limit and hint of the error when `deadline()` has passed."""
-        if self.until is not None and self.limit is not None and time.monotonic() >= self.until:
+        if self.until is not None and self.limit is not None and self.clock.now() >= self.until:
             return f"{what} took longer than {self.limit:g} s", self.limit, "pass a larger timeout (0: none)"
         silence = self.silence or 0.0
         return (
@@ -105,10 +110,11 @@ class Exchange(ChannelSink):
     Done when `reply` (the guest's CLOSE) or `failure` (the sandbox died) is set.
     """
 
-    __slots__ = ("_lock", "_on_done", "_waiter", "channel", "events", "failure", "reply", "version")
+    __slots__ = ("_lock", "_on_done", "_waiter", "channel", "clock", "events", "failure", "reply", "version")
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
+        self.clock = REAL  # the sandbox's, once the request is sent
         self.reply: dict[str, Any] | None = None
         self.failure: BaseException | None = None
         self.events = 0
@@ -168,21 +174,25 @@ class Exchange(ChannelSink):
     # -- caller
 
     async def changed(self, deadline: float | None, seen: int) -> bool:
-        """Wait until there is news or `deadline` (monotonic) came, which is False.
+        """Wait until there is news or `deadline` (of the sandbox's clock) came, which is False.
 
         `seen` is the `version` that the caller read *before* it looked at what it waits for, so that news in
-        between are not missed. Any number may wait.
+        between are not missed. Any number may wait. Being paused and resumed is news.
         """
+        return await self.news(None if deadline is None else self.clock.left(deadline), seen)
+
+    async def news(self, seconds: float | None, seen: int) -> bool:
+        """`changed` for at most `seconds` of our own time; None: for ever."""
         with self._lock:
             if self.reply is not None or self.failure is not None or self.version != seen:
                 return True
             waiter = self._waiter
             if waiter is None:
                 waiter = self._waiter = Pending()
-        if deadline is None:
+        if seconds is None:
             await waiter
             return True
-        await within(waiter, deadline - time.monotonic())
+        await within(waiter, seconds)
         return self.done or self.version != seen
 
     async def finished(self, deadline: float | None) -> bool:
@@ -202,12 +212,16 @@ class Session:
         self.limits: Limits = handle.limits
         self.death: SandboxDeadError | None = None
         self.oom_kills = 0
+        self.clock = Clock()
+        self.meter = Meter()
+        self.meter.attach(getattr(handle, "counters", None) or {})
         self._mourned = Pending()
         handle.on_dead(self._died)
 
     def _died(self, error: SandboxDeadError) -> None:
         if self.death is None:
             self.death = error
+            self.meter.close()
             self._mourned.set_result(None)
 
     def dead_error(self, what: str = "") -> SandboxDeadError:
@@ -230,10 +244,28 @@ class Session:
             reason=reason,
         )
 
+    def check_going(self) -> None:
+        """Raise SandboxPausedError while the sandbox is paused: nothing inside could answer."""
+        if self.clock.paused:
+            raise SandboxPausedError(
+                "the sandbox is paused", hint="resume() it first; kill(), info(), metrics() and resize() work meanwhile"
+            )
+
+    def pause_clock(self, stand: bool) -> None:
+        """The sandbox was stopped, or goes on: all who wait with a deadline count anew."""
+        if self.clock.stop() if stand else self.clock.go():
+            for sink in self.connection.sinks():
+                if isinstance(sink, Exchange):
+                    sink.wake()
+
     def open(self, request: dict[str, Any], exchange: Exchange) -> Channel:
-        """Send a request; what comes back goes to `exchange`. Raises SandboxDeadError on a dead sandbox."""
+        """Send a request; what comes back goes to `exchange`.
+
+        Raises SandboxDeadError on a dead sandbox, SandboxPausedError on a paused one."""
         if self.death is not None:
             raise self.dead_error()
+        self.check_going()
+        exchange.clock = self.clock
         handle = self.handle
         handle.operation_started()
         exchange._on_done = handle.operation_ended
@@ -275,7 +307,12 @@ class Session:
             if deadline is None:
                 await pending
                 return True
-            return await within(pending, deadline - time.monotonic())
+            while True:
+                left = self.clock.left(deadline)
+                if await within(pending, STANDING_SECONDS if left is None else left):
+                    return True
+                if not self.clock.paused and self.clock.now() >= deadline:
+                    return False
         except (BrokenPipeError, SandboxDeadError):
             return False  # The exchange tells why.
 
@@ -312,7 +349,7 @@ class Session:
         exchange = exchange or Exchange()
         self.open(request, exchange)
         try:
-            deadline = time.monotonic() + seconds if patience is None else patience.deadline()
+            deadline = self.clock.now() + seconds if patience is None else patience.deadline()
             if not await exchange.finished(deadline):
                 raise await self.stop(exchange, what, seconds if patience is None else patience)
         except TimeoutExceededError:
@@ -332,7 +369,7 @@ class Session:
             message, hint = f"{what} took longer than {seconds:g} s", "try again, or start another sandbox"
         exchange.channel.close("deadline")
         outcome = "killed"
-        if not await exchange.finished(time.monotonic() + ANSWER_SECONDS):
+        if not await exchange.finished(self.clock.now() + ANSWER_SECONDS):
             await self.kill()
             outcome = "sandbox_killed"
         return TimeoutExceededError(
@@ -383,10 +420,10 @@ def _abandon(session: Session, exchange: Exchange, orders: tuple[dict[str, Any],
         assert channel is not None
         for order in orders:
             channel.send_event(order)
-            if await exchange.finished(time.monotonic() + grace):
+            if await exchange.finished(session.clock.now() + grace):
                 return
         channel.close("cancelled")
-        if not await exchange.finished(time.monotonic() + ANSWER_SECONDS):
+        if not await exchange.finished(session.clock.now() + ANSWER_SECONDS):
             await session.kill()
 
     try:

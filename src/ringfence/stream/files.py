@@ -45,20 +45,21 @@ Timeout = float | Patience | None
 """Seconds as the caller gave them, or what is left of the patience of a larger operation."""
 
 
-def patience_of(timeout: Timeout, default: float | None = OPERATION_SECONDS) -> Patience:
+def patience_of(session: Session, timeout: Timeout, default: float | None = OPERATION_SECONDS) -> Patience:
     """For an operation that is over at once: `timeout` seconds in all (None: the default, 0: none)."""
     if isinstance(timeout, Patience):
         return timeout
     seconds = check_seconds(timeout, "timeout")
-    return Patience(default if seconds is None else seconds)
+    return Patience(default if seconds is None else seconds, clock=session.clock)
 
 
-def transfer_patience(timeout: Timeout, no_progress: float | None) -> Patience:
+def transfer_patience(session: Session, timeout: Timeout, no_progress: float | None) -> Patience:
     """For one that may be long: no limit in all by default, and one on the time without progress (None: 60 s)."""
     if isinstance(timeout, Patience):
         return timeout
     silence = check_seconds(no_progress, "no_progress_timeout")
-    return Patience(check_seconds(timeout, "timeout"), OPERATION_SECONDS if silence is None else silence)
+    limit = check_seconds(timeout, "timeout")
+    return Patience(limit, OPERATION_SECONDS if silence is None else silence, session.clock)
 
 
 class ReadStream(Exchange):
@@ -128,7 +129,7 @@ class ReadStream(Exchange):
                     value=self.bound,
                 )
             until = self._patience.until
-            if until is not None and not self.done and time.monotonic() >= until:
+            if until is not None and not self.done and self.clock.now() >= until:
                 raise await self.session.stop(self, f"files.read of {self.path!r}", self._patience)
             if self._pieces:
                 piece = self._pieces.popleft()
@@ -246,7 +247,8 @@ class Watch(Exchange):
                 if self.reply is None:
                     raise await self.session.fail(self, "watch_dir")
                 return None
-            if not await self.changed(deadline, seen):
+            left = None if deadline is None else deadline - time.monotonic()
+            if not await self.news(left, seen):
                 return None
 
     async def follow(self, callback: Any) -> None:
@@ -258,7 +260,7 @@ class Watch(Exchange):
         """End the watch."""
         if not self.done and self.channel is not None:
             self.channel.close("stopped")
-            if not await self.finished(time.monotonic() + OPERATION_SECONDS):
+            if not await self.finished(self.clock.now() + OPERATION_SECONDS):
                 raise await self.session.stop(self, "watch_dir stop", OPERATION_SECONDS)
 
 
@@ -269,7 +271,7 @@ class FileOperations:
         self.session = session
 
     async def _entry(self, request: dict[str, Any], what: str, timeout: Timeout) -> EntryInfo:
-        reply = await self.session.call(request, what, patience=patience_of(timeout))
+        reply = await self.session.call(request, what, patience=patience_of(self.session, timeout))
         return EntryInfo.from_guest(reply.get("entry"))
 
     async def info(self, path: Any, timeout: Timeout = None) -> EntryInfo:
@@ -290,7 +292,7 @@ class FileOperations:
         path = check_path(path)
         depth = check_count(depth, "depth", lowest=1, highest=1000)
         what = f"files.list of {path!r}"
-        patience = patience_of(timeout)
+        patience = patience_of(self.session, timeout)
         listing = _Listing()
         session = self.session
         session.open({"op": "file.list", "path": path, "depth": depth}, listing)
@@ -340,7 +342,7 @@ class FileOperations:
         reply = await self.session.call(
             {"op": "file.mkdir", "path": path, "parents": True, "mode": mode},
             f"files.make_dir of {path!r}",
-            patience=patience_of(timeout),
+            patience=patience_of(self.session, timeout),
         )
         return reply.get("created") is True
 
@@ -358,7 +360,7 @@ class FileOperations:
             await self.session.call(
                 {"op": "file.remove", "path": path, "recursive": True},
                 f"files.remove of {path!r}",
-                patience=patience_of(timeout),
+                patience=patience_of(self.session, timeout),
             )
         except NotFoundError:
             if not missing_ok:
@@ -415,7 +417,7 @@ class FileOperations:
             "offset": check_count(offset, "offset"),
             "length": None if length is None else check_count(length, "length"),
         }
-        stream = ReadStream(self.session, path, transfer_patience(timeout, no_progress), collect, bound)
+        stream = ReadStream(self.session, path, transfer_patience(self.session, timeout, no_progress), collect, bound)
         self.session.open(request, stream)
         return stream
 
@@ -480,7 +482,7 @@ class FileOperations:
         if isinstance(data, (bytes, bytearray)) and len(data) <= SMALL:
             request["small"] = True  # the guest then waits for the end, and writes it in one go
         pieces = pieces_of(data)
-        patience = transfer_patience(timeout, no_progress)
+        patience = transfer_patience(self.session, timeout, no_progress)
         what = f"files.write of {path!r}"
         digest, size = hashlib.sha256(), 0
         exchange = Exchange()
@@ -507,7 +509,7 @@ class FileOperations:
                 pending = channel.send_data(_FILE, piece)
                 digest.update(piece)
                 if not await session.settle(pending, patience.deadline()):
-                    await exchange.finished(time.monotonic() + 1.0)
+                    await exchange.finished(session.clock.now() + 1.0)
                     if exchange.done:
                         break
                     raise await session.stop(exchange, what, patience)
@@ -547,7 +549,7 @@ class FileOperations:
             if unknown:
                 raise InvalidArgumentError(f"unknown keys in files: {sorted(map(str, unknown))}")
             entries.append(entry)
-        patience = transfer_patience(timeout, no_progress)
+        patience = transfer_patience(self.session, timeout, no_progress)
         # One after the other: side by side the guest forks more workers, which costs more than it gains.
         return [
             await self.write(
@@ -561,7 +563,7 @@ class FileOperations:
     async def watch(self, path: Any, recursive: bool = False, timeout: Timeout = None) -> Watch:
         """See `Files.watch_dir`."""
         path = check_path(path)
-        patience = patience_of(timeout)
+        patience = patience_of(self.session, timeout)
         watch = Watch(self.session)
         self.session.open({"op": "file.watch", "path": path, "recursive": bool(recursive)}, watch)
         # A change made right after this call must be seen, so the guest's word that it watches is awaited.

@@ -37,8 +37,10 @@ __all__ = [
     "PtySize",
     "Result",
     "ResultParser",
+    "SandboxMetrics",
     "SkippedEntry",
     "TransferReport",
+    "Usage",
     "WriteInfo",
 ]
 
@@ -261,13 +263,84 @@ class Logs:
     stderr_total: int = 0
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What an execution used, as the host's control group counts it for the whole sandbox.
+
+    `shared` is True when other executions or commands ran at the same time, background ones included: then their
+    use is in these numbers too. `cpu_seconds` counts all processors together. `memory_peak` is the most memory in
+    bytes of everything in the sandbox, its files included, while this ran; None where the kernel cannot tell it
+    (cgroup v2, when the sandbox had used more before).
+    """
+
+    cpu_seconds: float | None = None
+    memory_peak: int | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class SandboxMetrics:
+    """What a sandbox uses now, by counters of the host; None where nothing here counts it.
+
+    Sizes are bytes. `memory` is what is charged to the sandbox, `memory_peak` the most so far; with a control group
+    that includes its files and caches, else it is what its processes hold. `cpu_seconds` is the processor time of
+    all that ever ran in it; without a control group, of what runs and what was waited for. `pids` counts processes
+    and threads, the agent's own included. `disk` and `tmp` are what files take. `bytes_in` went to the sandbox
+    through this API, `bytes_out` came from it. `uptime` is in seconds, paused times included.
+    """
+
+    timestamp: datetime
+    uptime: float
+    cpu_seconds: float | None
+    memory: int | None
+    memory_peak: int | None
+    pids: int | None
+    disk: int | None
+    tmp: int | None
+    bytes_in: int
+    bytes_out: int
+    memory_limit: int
+    cpus_limit: float
+    pids_limit: int
+    disk_limit: int
+    tmp_limit: int
+    oom_kills: int = 0
+    paused: bool = False
+
+    @property
+    def mem_used(self) -> int | None:
+        """The same as `memory` (E2B's name)."""
+        return self.memory
+
+    @property
+    def mem_total(self) -> int:
+        """The same as `memory_limit` (E2B's name)."""
+        return self.memory_limit
+
+    @property
+    def cpu_count(self) -> float:
+        """The same as `cpus_limit` (E2B's name)."""
+        return self.cpus_limit
+
+    @property
+    def disk_used(self) -> int | None:
+        """The same as `disk` (E2B's name)."""
+        return self.disk
+
+    @property
+    def disk_total(self) -> int:
+        """The same as `disk_limit` (E2B's name)."""
+        return self.disk_limit
+
+
 @dataclass
 class Execution:
     """The outcome of `run_code`.
 
     `notes` says in words what was left out (results or formats of them beyond `limits.result`, results beyond
     10,000 in number, JSON nested too deep, images that are not base64) and
-    `restarted` is True when the kernel was fresh because the one before had died.
+    `restarted` is True when the kernel was fresh because the one before had died. `usage` is what it used as the
+    host counts it; None without a control group.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -276,6 +349,7 @@ class Execution:
     execution_count: int | None = None
     restarted: bool = False
     notes: list[str] = field(default_factory=list)
+    usage: Usage | None = None
 
     @property
     def text(self) -> str | None:
@@ -473,7 +547,8 @@ class CommandResult:
     `stdout_bytes`. `stdout_total`, `stderr_total` count all bytes written, `truncated` says that some are gone.
     `error` is None after exit 0, else a line such as `exit status 2` or `killed by SIGKILL`; `oom` is True
     when the out-of-memory killer was at work. `background` is True when children of the command still run.
-    Times are in seconds, memory in bytes; the guest reports `cpu_seconds` and `max_rss`, the host `duration`.
+    Times are in seconds, memory in bytes; the guest reports `cpu_seconds` and `max_rss`, the host `duration` (less
+    what was spent paused) and, where there is a control group, `usage`.
     """
 
     exit_code: int = 0
@@ -489,6 +564,7 @@ class CommandResult:
     duration: float = 0.0
     cpu_seconds: float | None = None
     max_rss: int | None = None
+    usage: Usage | None = None
 
     @property
     def stdout(self) -> str:

@@ -76,7 +76,7 @@ class Transfers:
     ) -> int:
         """See `Files.download`."""
         path, destination = check_path(remote, "remote"), _local(local)
-        patience = transfer_patience(timeout, no_progress)
+        patience = transfer_patience(self._files.session, timeout, no_progress)
         folder, name = os.path.split(os.path.abspath(destination))
         if os.path.isdir(destination):
             raise InvalidArgumentError(
@@ -118,7 +118,7 @@ class Transfers:
         """See `Files.upload_dir`."""
         source, root = _local(local), check_path(remote, "remote").rstrip("/") or "/"
         files, report = self._files, TransferReport()
-        patience = transfer_patience(timeout, no_progress)
+        patience = transfer_patience(self._files.session, timeout, no_progress)
         await files.make_dir(root, timeout=patience)
         entries = walk_tree(source, report)
         try:
@@ -170,7 +170,7 @@ class Transfers:
     ) -> TransferReport:
         """See `Files.download_dir`."""
         root, destination = check_path(remote, "remote").rstrip("/") or "/", _local(local)
-        patience = transfer_patience(timeout, no_progress)
+        patience = transfer_patience(self._files.session, timeout, no_progress)
         limits = self._files.session.limits
         bound = limits.disk + limits.tmp if max_bytes is None else check_count(max_bytes, "max_bytes")
         check_count(max_entries, "max_entries")

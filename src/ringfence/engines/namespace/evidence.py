@@ -44,14 +44,16 @@ def gather(
     rows.append(["disk", "hard" if " overlay " in root else "none", f"{limits['disk']} bytes"])
     rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])
     rows += [_lent(each, mountinfo) for each in lent]
+    rlimits = _read(f"/proc/{pid}/limits")
     for name, key in (("memory", "memory"), ("cpus", "cpus"), ("pids", "pids")):
         strength, why = report[key][0], report[key][1]
         detail = f"{limits[name]}: {why}"
         if name == "memory" and strength == "hard":
             files = limits["disk"] + limits["tmp"]
             detail += f"; the group holds {limits['memory'] + files} bytes, since files (disk and tmp) are charged to it too"
+        if name == "memory" and strength == "watched":
+            detail += f"; each process at most {_hard(rlimits, 'Max data size')} bytes of its own, what its template had included"
         rows.append([f"limit {name}", strength, detail])
-    rlimits = _read(f"/proc/{pid}/limits")
     for name, label in (("open_files", "Max open files"), ("file_size", "Max file size")):
         line = next((line for line in rlimits.splitlines() if line.startswith(label)), "")
         soft, hard = (line.split()[-3:-1] + ["?", "?"])[:2]
@@ -85,6 +87,12 @@ def _lent(each: dict[str, Any], mountinfo: list[str]) -> list[str]:
     held = found == each["mode"]
     detail = f"{each['mode']}, from {each['source']}: " + (_MODES[each["mode"]] if held else f"but the kernel shows {found}")
     return [name, "hard" if held else "none", detail]
+
+
+def _hard(rlimits: str, label: str) -> str:
+    """A hard limit as /proc/PID/limits shows it."""
+    line = next((line for line in rlimits.splitlines() if line.startswith(label)), "")
+    return (line.removeprefix(label).split() + ["?", "?"])[1]
 
 
 _IDS = {

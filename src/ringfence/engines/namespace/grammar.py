@@ -142,6 +142,10 @@ def _limits(value: Any) -> dict[str, Any]:
     return {name: _LIMITS[name](item) for name, item in value.items()}
 
 
+def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
+
+
 _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment, "spares": _integer(0, 1000)},
     "template": {
@@ -154,6 +158,11 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "kill": {"id": _name, "reason": _name},
     "expire": {"id": _name, "seconds": _number(0, 10 * 365 * 86400), "fresh": _boolean},
+    "resize": {
+        "id": _name, "memory": _optional(_LIMITS["memory"]), "cpus": _optional(_LIMITS["cpus"]),
+        "pids": _optional(_LIMITS["pids"]),
+    },
+    "measure": {"id": _name},
     "freeze": {"id": _name},
     "thaw": {"id": _name},
     "capture": {"id": _name},

@@ -219,7 +219,8 @@ class Launcher:
             self._say({"re": number, "ok": False, "primitive": "id range", "message": str(error),
                        "hint": "kill sandboxes that are no longer needed"})  # fmt: skip
         except OSError as error:
-            self._say({"re": number, "ok": False, "primitive": "kernel", "message": str(error), "hint": ""})
+            self._say({"re": number, "ok": False, "primitive": "kernel", "message": str(error),
+                       "hint": getattr(error, "hint", "")})  # fmt: skip
         finally:
             for descriptor in descriptors:
                 try:
@@ -365,7 +366,7 @@ class Launcher:
             self._say_missing(request)
             return None
         group.close_fds()
-        return {}
+        return {"counters": group.counters()}
 
     def _lend(
         self, request: dict[str, Any], sources: list[int], zygote: Zygote, slot: int
@@ -459,11 +460,34 @@ class Launcher:
         cell.deadline = min(now + request["seconds"], cell.latest)
         return {}
 
+    def _do_resize(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        from ringfence.engines.namespace import live
+
+        cell = self._running(request)
+        live.resize(
+            cell, {name: value for name in ("memory", "cpus", "pids") if (value := request[name]) is not None},
+            self.report, AGENT_TASKS,
+        )  # fmt: skip
+        return {"limits": {name: cell.limits[name] for name in ("memory", "cpus", "pids")}}
+
+    def _do_measure(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        from ringfence.engines.namespace import live
+
+        cell = self._running(request)
+        return {"usage": live.measure(cell, self._stats(cell))}
+
+    def _running(self, request: dict[str, Any]) -> Cell:
+        cell = self.cells.get(request["id"])
+        if cell is None or not cell.pid:
+            raise grammar.GrammarError("no such sandbox")
+        return cell
+
     def _do_freeze(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         cell = self._freezable(request)
         cell.frozen = True
         if not cell.group.freeze():
-            raise OSError(errno.ETIMEDOUT, "a task could not be stopped yet")
+            cell.thaw()
+            raise spawn.SpawnError("cgroup freezer", "a task could not be stopped within a second", "try again in a moment")
         return {}
 
     def _do_thaw(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
@@ -525,11 +549,10 @@ class Launcher:
             self._kill(cell, "crashed")  # it could not set its sandbox going again
 
     def _freezable(self, request: dict[str, Any]) -> Cell:
-        cell = self.cells.get(request["id"])
-        if cell is None:
-            raise grammar.GrammarError("no such sandbox")
-        if not self.hierarchy.trees:
-            raise OSError(errno.ENOTSUP, "no freezer: this user has no cgroup of its own")
+        cell = self._running(request)
+        place = self.hierarchy.places["freezer"]
+        if not place.usable:
+            raise spawn.SpawnError("cgroup freezer", f"nothing here can stop a sandbox: {place.reason}", place.hint)
         return cell
 
     def _do_stats(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
@@ -651,7 +674,6 @@ class Launcher:
         cell.reason = cell.reason or reason
         cell.deadline = _NEVER
         if cell.pidfd >= 0:
-            cell.thaw()
             _signal(cell.pidfd, signal.SIGKILL)
             # Process 1 takes all others with it, but only after it has cleared its own memory: told now, they
             # clear theirs on the other processor meanwhile (a millisecond of five).
@@ -660,6 +682,8 @@ class Launcher:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
+            # Last, so that a paused sandbox runs not one instruction more.
+            cell.thaw()
 
     def _cell_gone(self, cell: Cell) -> None:
         """The last process of the sandbox is gone: a pid namespace's first process ends after all others."""
@@ -739,8 +763,8 @@ class Launcher:
             _signal(zygote.pidfd, signal.SIGKILL)
         for cell in self.cells.values():
             if cell.pidfd >= 0:
-                cell.thaw()
                 _signal(cell.pidfd, signal.SIGKILL)
+                cell.thaw()
         for zygote in list(self.zygotes.values()):
             try:
                 os.waitpid(zygote.pid, 0)
