@@ -484,6 +484,9 @@ class Launcher:
 
     def _do_freeze(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         cell = self._freezable(request)
+        if cell.capture is not None and cell.capture.thaw:
+            cell.capture.thaw = False  # it stands already, and stays so when its changes have been read
+            return {}
         cell.frozen = True
         if not cell.group.freeze():
             cell.thaw()
@@ -492,6 +495,9 @@ class Launcher:
 
     def _do_thaw(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         cell = self._freezable(request)
+        if cell.capture is not None and cell.frozen:
+            cell.capture.thaw = True  # it goes on when its changes have been read
+            return {}
         cell.group.thaw()
         cell.frozen = False
         return {}
