@@ -82,13 +82,18 @@ def run_command(
     policy: Annotated[str | None, typer.Option("--policy", help=_HELP["--policy"])] = None,
     workspace: Annotated[str | None, typer.Option("--workspace", help=_HELP["--workspace"])] = None,
     mode: Annotated[str | None, typer.Option("--mode", help=_HELP["--mode"])] = None,
+    review: Annotated[bool, typer.Option("--review", help=arguments.REVIEW_OPTIONS["--review"])] = False,
+    yes: Annotated[bool, typer.Option("--yes", help=arguments.REVIEW_OPTIONS["--yes"])] = False,
+    apply: Annotated[list[str] | None, typer.Option("--apply", help=arguments.REVIEW_OPTIONS["--apply"])] = None,
     json: Json = False,
 ) -> None:
     """Run code in a sandbox of its own, as `python` (or `bash`, `node`, `Rscript`) would run it.
 
     Standard input, output and error, and the exit code, pass through. Only the file itself goes in, not its
-    directory. With --workspace, `--` begins a command instead: run --workspace . -- make test. Exit codes: the program's own; 128 + n for death by signal n; 124 when the time was up; 125 when
-    Ringfence failed; 2 for arguments that make no sense.
+    directory. With --workspace, `--` begins a command instead: run --workspace . -- make test. Exit codes: the
+    program's own; 128 + n for death by signal n; 124 when the time was up; 125 when Ringfence failed; 2 for arguments
+    that make no sense; with --review 123 when the program succeeded and a change was not applied. Without a terminal
+    nothing is asked, and nothing applied but what --yes and --apply say; with --json the changes are in the document.
     """
     raise RuntimeError("entry.py runs this command")  # pragma: no cover
 

@@ -4,7 +4,7 @@ Guards against the price of one: importing typer and rich costs more than starti
 is the only list of these options; `app.py` declares the same ones for `--help`, and a test compares the two.
 
     ringfence run  [OPTIONS] [FILE | -c CODE | -] [ARGUMENTS...]
-    ringfence run  --workspace DIR [OPTIONS] -- COMMAND [ARGUMENTS...]
+    ringfence run  --workspace DIR [--review] [OPTIONS] -- COMMAND [ARGUMENTS...]
     ringfence exec [OPTIONS] [--] COMMAND [ARGUMENTS...]
 
 Options end at the first word that is none: what follows belongs to the program. Standard library only.
@@ -31,6 +31,12 @@ RUN_OPTIONS = {
     "--language": "`python`, `bash`, `javascript` or `r` [by the file's suffix, else python]",
 }
 """Options of `run` alone."""
+REVIEW_OPTIONS = {
+    "--review": "after the program, show what it changed in --workspace, and ask what of it to write there",
+    "--yes": "with --review: do not ask; apply every change that needs no name of its own",
+    "--apply": "with --review: do not ask; apply what changed at this path below the workspace, protected or not; may be repeated",
+}
+"""Options of `run` that say what becomes of changes; --apply takes a value."""
 FLAGS = {
     "--json": "print one JSON object instead of passing output through",
     "--help": "show this and exit",
@@ -46,7 +52,9 @@ class UsageError(Exception):
 class Request:
     """What is to be run: exactly one of `code`, `file` and `command` is set; `file` may be `-`."""
 
-    __slots__ = ("arguments", "code", "command", "file", "help", "json", "language", "options", "variables", "verb")
+    __slots__ = (
+        "apply", "arguments", "code", "command", "file", "help", "json", "language", "options", "review", "variables", "verb", "yes",
+    )  # fmt: skip
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
@@ -57,8 +65,11 @@ class Request:
         self.arguments: list[str] = []
         self.options: dict[str, str] = {}
         self.variables: dict[str, str] = {}
+        self.apply: list[str] = []
         self.json = False
         self.help = False
+        self.review = False
+        self.yes = False
 
 
 def parse(verb: str, words: list[str]) -> Request:
@@ -80,12 +91,14 @@ def parse(verb: str, words: list[str]) -> Request:
             request.arguments = words[position + 1 :]
             return _checked(request)
         name, equals, value = word.partition("=")
-        if name in FLAGS and not equals:
+        if (name in FLAGS or (verb == "run" and name in ("--review", "--yes"))) and not equals:
             setattr(request, name[2:], True)
             if request.help:
                 return request
             continue
-        meaning = VALUE_OPTIONS.get(name) or (RUN_OPTIONS.get(name) if verb == "run" else None)
+        meaning = VALUE_OPTIONS.get(name)
+        if meaning is None and verb == "run":
+            meaning = RUN_OPTIONS.get(name) or (REVIEW_OPTIONS["--apply"] if name == "--apply" else None)
         if meaning is None:
             raise UsageError(f"there is no option {name}; `ringfence {verb} --help` lists them")
         if not equals:
@@ -95,6 +108,8 @@ def parse(verb: str, words: list[str]) -> Request:
             position += 1
         if name == "--env":
             _variable(request, value)
+        elif name == "--apply":
+            request.apply.append(value)
         else:
             request.options[name[2:]] = value
     rest = words[position:]
@@ -127,6 +142,10 @@ def _checked(request: Request) -> Request:
         raise UsageError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
     if mode is not None and "workspace" not in request.options:
         raise UsageError("--mode says how a workspace is shown, and there is none: add --workspace DIR")
+    if request.review and ("workspace" not in request.options or mode not in (None, "overlay")):
+        raise UsageError("--review shows what was held back in a workspace: add --workspace DIR, without another --mode")
+    if (request.yes or request.apply) and not request.review:
+        raise UsageError("--yes and --apply say what becomes of changes, and there is no review of any: add --review")
     template = request.options.get("template")
     if template is not None and template not in TEMPLATES:
         from ringfence.node import packages

@@ -28,9 +28,14 @@ def main() -> None:
             try:
                 _open_standard_descriptors()
                 early = _start_launcher()
-                from ringfence.cli import once
+                if request.review:
+                    from ringfence.cli import review
 
-                code = once.main(request, early)
+                    code = review.main(request, early)
+                else:
+                    from ringfence.cli import once
+
+                    code = once.main(request, early)
             except KeyboardInterrupt:
                 code = 130  # before there was a program to interrupt; the launcher ends with us
             # Nothing is left to flush or to close: the interpreter's own end would only cost time.

@@ -461,11 +461,11 @@ class _Run:
 
     # The end -------------------------------------------------------------------------------------------
 
-    def ask_and_wait(self, question: dict, patience: float = 1.0) -> dict:
+    def ask_and_wait(self, question: dict, patience: float = 1.0, descriptors: list[int] | None = None) -> dict:
         """One question to the launcher, with its answer; {} when there is none in time."""
         answers: list[dict] = []
         try:
-            self.launcher.ask(question, answers.append)
+            self.launcher.ask(question, answers.append, descriptors)
         except RingfenceError:
             return {}
         waiter = select.poll()
@@ -541,29 +541,35 @@ def main(request: Request, early: tuple[int, int] | None = None) -> int:
 
     `early` is a launcher that comes up already, as (pid, descriptor): see entry.py.
     """
-    run, (code, ended, message, hint) = _perform(request, early)
+    run, (code, ended, message, hint) = perform(request, early)
     if request.json:
         import json
 
-        os.write(1, json.dumps(_document(run, code, ended, message, hint)).encode() + b"\n")
+        os.write(1, json.dumps(document(run, code, ended, message, hint)).encode() + b"\n")
     elif message:
-        _say(message, hint)
+        say(message, hint)
     return code
 
 
 def run_quietly(request: Request) -> dict:
     """As `main`, and returns what `--json` prints. `request.json` must be set: nothing passes through."""
-    run, outcome = _perform(request, None)
-    return _document(run, *outcome)
+    run, outcome = perform(request, None)
+    return document(run, *outcome)
 
 
-def _perform(request: Request, early: tuple[int, int] | None) -> tuple[_Run | None, tuple[int, str, str, str]]:
+def perform(
+    request: Request, early: tuple[int, int] | None, before_the_end: Callable[[_Run], object] | None = None
+) -> tuple[_Run | None, tuple[int, str, str, str]]:
+    """(the exchange, what `finish` says); `before_the_end` is called while the sandbox is still there, if it is."""
     run: _Run | None = None
     try:
         run = _Run(request, _Settings(request), early)
         run.start()
         run.loop()
-        return run, run.finish()
+        outcome = run.finish()
+        if before_the_end is not None and run.started:
+            before_the_end(run)
+        return run, outcome
     except UsageError as error:
         return run, (MISUSED, "usage", str(error), "")
     except RingfenceError as error:
@@ -573,7 +579,8 @@ def _perform(request: Request, early: tuple[int, int] | None) -> tuple[_Run | No
             run.close()
 
 
-def _document(run: _Run | None, code: int, ended: str, message: str, hint: str) -> dict:
+def document(run: _Run | None, code: int, ended: str, message: str, hint: str) -> dict:
+    """What `--json` prints."""
     document: dict = {
         "exit_code": code,
         "ended_by": ended,
@@ -595,7 +602,8 @@ def _document(run: _Run | None, code: int, ended: str, message: str, hint: str) 
     return document
 
 
-def _say(message: str, hint: str = "") -> None:
+def say(message: str, hint: str = "") -> None:
+    """A message of ours, and what to do about it, to standard error."""
     from ringfence import terminal  # a message may quote what the guest said
 
     text = f"ringfence: {terminal.text(message)}\n" + (f"ringfence: {terminal.text(hint)}\n" if hint else "")
@@ -607,7 +615,7 @@ def _say(message: str, hint: str = "") -> None:
 
 def _progress(message: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
-        _say(message + " (once)")
+        say(message + " (once)")
 
 
 def _read_script(path: str) -> bytes:

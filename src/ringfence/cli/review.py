@@ -8,6 +8,7 @@ that the host would act on by itself is asked for alone.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -15,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from ringfence import terminal
 from ringfence.changes.model import Change, Changes, FileState, name_of, shown
+from ringfence.errors import EngineError, InvalidArgumentError, RingfenceError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["LEFT_OUT", "ask", "can_ask", "named", "show"]
+    from ringfence.changes.reviewing import Review
+    from ringfence.cli.arguments import Request
+
+__all__ = ["LEFT_OUT", "ask", "can_ask", "main", "named", "show"]
 
 LEFT_OUT = 123
 """Exit code where a change was not applied, whatever the reason."""
@@ -196,13 +201,121 @@ def _typed(question: str) -> str:
         return ""
 
 
+# The program ------------------------------------------------------------------------------------------------
+
+
+def main(request: Request, early: tuple[int, int] | None) -> int:
+    """Run the program, show what it changed, ask, apply. Returns the exit code; see `ringfence run --help`."""
+    import signal
+    import time
+
+    from ringfence.changes.reviewing import Review
+    from ringfence.cli import once
+
+    source = os.path.abspath(os.path.expanduser(request.options["workspace"]))
+    held: dict[str, Any] = {}
+    review: Review | None = None
+    if os.path.isdir(source):  # else the sandbox's start says what is wrong with it
+        review = Review(source, time.time(), 1 << 40)
+
+    def capture(run: Any) -> None:
+        assert review is not None, "it started, so the directory is there"
+        try:
+            held["changes"] = _capture(run, review)
+        except RingfenceError as error:
+            held["error"] = error
+
+    run, (code, ended, message, hint) = once.perform(request, early, capture)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    document = once.document(run, code, ended, message, hint) if request.json else {}
+    if message and not request.json:
+        once.say(message, hint)
+    changes: Changes | None = held.get("changes")
+    try:
+        if "error" in held:
+            raise held["error"]
+        if changes is None or review is None:
+            if not request.json and code != once.MISUSED:
+                once.say("there are no changes to review: the sandbox was gone before they could be read")
+            return _end(document, code)
+        chosen = _choose(changes, request)
+        applied = review.write(changes, chosen) if chosen else None
+    except (KeyboardInterrupt, EOFError):
+        once.say("nothing was applied")
+        return 130
+    except RingfenceError as error:
+        if request.json:
+            document["error"] = {"message": error.message, "hint": error.hint}
+        else:
+            once.say(error.message, error.hint)
+        return _end({**document, "changes": None if changes is None else changes.as_dict()} if document else {}, once.FAILED)
+    left = len(changes) - len(chosen)
+    if request.json:
+        done = {"changes": changes.as_dict(), "applied": [name_of(change.path) for change in chosen]}
+        return _end({**document, **done}, code or (LEFT_OUT if left else 0))
+    if changes:
+        _say(f"{applied or 'nothing was applied'}" + (f"; {left} left out" if left and applied else ""))
+    return code or (LEFT_OUT if left else 0)
+
+
+def _capture(run: Any, review: Review) -> Changes:
+    from ringfence.changes import reviewing
+    from ringfence.cli.once import IDENTIFIER
+    from ringfence.engines.namespace.client import refusal
+
+    receive, send = os.pipe2(os.O_CLOEXEC)
+    reading = reviewing.on_thread(lambda: review.read(receive), daemon=True)
+    try:
+        answer = run.ask_and_wait({"do": "capture", "id": IDENTIFIER}, reviewing.PATIENCE, [send])
+    finally:
+        os.close(send)
+    if not answer.get("ok"):
+        raise refusal(answer) if answer else EngineError("the sandbox was gone before its changes could be read")
+    changes = reading.wait(reviewing.PATIENCE)
+    changes.frozen = bool(answer.get("frozen"))
+    return changes
+
+
+def _choose(changes: Changes, request: Request) -> list[Change]:
+    from rich.console import Console
+
+    if request.json:
+        return named(changes, request.apply, request.yes)
+    # The program's own output may go into a pipe, which the review is no part of.
+    console = Console(highlight=False, stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 120)
+    if not changes:
+        console.print("Nothing was changed in the workspace.")
+        return []
+    show(changes, console)
+    console.print()
+    if request.yes or request.apply:
+        return named(changes, request.apply, request.yes)
+    if can_ask():
+        return ask(changes, console)
+    console.print("There is no terminal to ask on, so nothing is applied: --yes or --apply PATH say what to apply.")
+    return []
+
+
+def _say(text: str) -> None:
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    print(text, file=stream, flush=True)
+
+
+def _end(document: dict[str, Any], code: int) -> int:
+    if document:
+        import json
+
+        document["exit_code"] = document.get("exit_code", code)
+        os.write(1, json.dumps(document).encode() + b"\n")
+    sys.stdout.flush()
+    return code
+
+
 def named(changes: Changes, paths: Sequence[str], everything: bool) -> list[Change]:
     """The changes that `--yes` and `--apply PATH` stand for: with `everything` the ordinary ones, and those at `paths`.
 
     Raises InvalidArgumentError for a path where nothing changed.
     """
-    from ringfence.errors import InvalidArgumentError
-
     chosen = {change.path: change for change in changes.ordinary} if everything else {}
     for path in paths:
         below = path.rstrip("/")
