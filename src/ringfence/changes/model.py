@@ -235,7 +235,8 @@ class Applied:
     kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"{len(self.changes)} changes applied, {self.bytes_written} bytes written"
+        count = len(self.changes)
+        text = f"{count} change{'s' * (count != 1)} applied, {self.bytes_written} bytes written"
         return text + (f"; not empty, so they stay: {', '.join(map(shown, self.kept))}" if self.kept else "")
 
 

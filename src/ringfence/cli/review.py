@@ -43,7 +43,13 @@ _WORDS = {
 def show(changes: Changes, console: Console, only: Iterable[Change] | None = None, *, bounded: bool = True) -> None:
     """Print the table of changes, and the diffs; what stands out first. `only` narrows it to some."""
     listed = sorted(changes if only is None else only, key=lambda change: (change.ordinary, change.raw_path))
-    console.print(_table(changes, listed, bounded))
+    table = _table(changes, listed, bounded)
+    if console.is_terminal:
+        console.print(table)
+    else:  # a file or a pipe: without the blanks that fill up the last column
+        with console.capture() as drawn:
+            console.print(table)
+        console.out("\n".join(line.rstrip() for line in drawn.get().split("\n")), end="", highlight=False)
     lines, hidden = 0, 0
     for change in listed:
         if not change.diff:
@@ -253,8 +259,10 @@ def main(request: Request, early: tuple[int, int] | None) -> int:
     if request.json:
         done = {"changes": changes.as_dict(), "applied": [name_of(change.path) for change in chosen]}
         return _end({**document, **done}, code or (LEFT_OUT if left else 0))
-    if changes:
-        _say(f"{applied or 'nothing was applied'}" + (f"; {left} left out" if left and applied else ""))
+    if applied is not None:
+        _say(f"{applied}" + (f"; {left} left out" if left else ""))
+    elif changes and can_ask():
+        _say("nothing was applied")
     return code or (LEFT_OUT if left else 0)
 
 
