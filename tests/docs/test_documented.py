@@ -47,7 +47,7 @@ def test_the_fast_paths_options_are_those_of_the_help() -> None:
     group: Any = typer.main.get_command(app)
     for verb in ("run", "exec"):
         declared = {option for parameter in group.commands[verb].params for option in parameter.opts if option.startswith("--")}
-        assert declared | {"--help"} == parsed | ({*arguments.RUN_OPTIONS} if verb == "run" else set()), verb
+        assert declared | {"--help"} == parsed | ({*arguments.RUN_OPTIONS, *arguments.REVIEW_OPTIONS} if verb == "run" else set()), verb
 
 
 def test_every_exported_name_limit_error_and_field_is_in_the_reference() -> None:
