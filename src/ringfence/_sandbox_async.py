@@ -445,7 +445,8 @@ class AsyncWatchHandle:
 
 
 class AsyncFiles:
-    """`sandbox.files`: files inside the sandbox, with the rights of its user.
+    """`sandbox.files`: files inside the sandbox, with the rights of its user, or of `user="root"` where the policy has
+    `root: true`; `~` is then that user's home.
 
     Relative paths and `~` count from the home directory. Names hold any bytes (surrogate escapes, as `os.fsdecode`
     makes them). Every transfer is complete and hash-checked, or raises.
@@ -464,9 +465,8 @@ class AsyncFiles:
         return await run_async(coroutine)  # async only
         # sync only: return run_sync(coroutine, None, self._core.pump)
 
-    @property
-    def _operations(self) -> FileOperations:
-        return self._core.files
+    def _as(self, user: str | None) -> FileOperations:
+        return self._core.files if user is None else FileOperations(self._core.session, user)
 
     @property
     def _transfers(self) -> Transfers:
@@ -479,6 +479,7 @@ class AsyncFiles:
         format: Literal["text"] = "text",
         *,
         limit: int | None = None,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> str: ...
@@ -489,6 +490,7 @@ class AsyncFiles:
         format: Literal["bytes"],
         *,
         limit: int | None = None,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> bytes: ...
@@ -499,6 +501,7 @@ class AsyncFiles:
         format: Literal["stream"],
         *,
         limit: int | None = None,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> AsyncFileStream: ...
@@ -508,6 +511,7 @@ class AsyncFiles:
         format: Literal["text", "bytes", "stream"] = "text",
         *,
         limit: int | None = None,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> str | bytes | AsyncFileStream:
@@ -518,12 +522,12 @@ class AsyncFiles:
         """
         if format in ("text", "bytes"):
             data = await self._run(
-                self._operations.read(path, limit, timeout=timeout, no_progress=no_progress_timeout)
+                self._as(user).read(path, limit, timeout=timeout, no_progress=no_progress_timeout)
             )
             return data.decode("utf-8", "replace") if format == "text" else data
         if format == "stream":
             return AsyncFileStream(
-                self._operations.open_read(
+                self._as(user).open_read(
                     path, collect=False, bound=limit, timeout=timeout, no_progress=no_progress_timeout
                 )
             )
@@ -537,6 +541,7 @@ class AsyncFiles:
         mode: int | None = None,
         metadata: dict[str, str] | None = None,
         append: bool = False,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> WriteInfo:
@@ -546,65 +551,66 @@ class AsyncFiles:
         Raises PermissionDeniedError, NotEnoughSpaceError, FileOperationError, TransferError.
         """
         return await self._run(
-            self._operations.write(path, data, mode, metadata, append, timeout, no_progress_timeout)
+            self._as(user).write(path, data, mode, metadata, append, timeout, no_progress_timeout)
         )
 
     async def write_files(
         self,
         files: Sequence[WriteEntry],
         *,
+        user: str | None = None,
         timeout: float | None = None,
         no_progress_timeout: float | None = None,
     ) -> builtins.list[WriteInfo]:
         """Write several files, one after the other; results in the same order. The first failure is raised."""
-        return await self._run(self._operations.write_files(files, timeout, no_progress_timeout))
+        return await self._run(self._as(user).write_files(files, timeout, no_progress_timeout))
 
     async def list(
-        self, path: Path = ".", depth: int = 1, *, timeout: float | None = None
+        self, path: Path = ".", depth: int = 1, *, user: str | None = None, timeout: float | None = None
     ) -> builtins.list[EntryInfo]:
         """What is in a directory, down to `depth` levels; links are not followed.
 
         An entry, or a directory below, that cannot be looked at says why in `unreadable`. Raises NotFoundError.
         """
-        return await self._run(self._operations.list(path, depth, timeout))
+        return await self._run(self._as(user).list(path, depth, timeout))
 
-    async def exists(self, path: Path, *, timeout: float | None = None) -> bool:
+    async def exists(self, path: Path, *, user: str | None = None, timeout: float | None = None) -> bool:
         """True when there is something with that name, a dangling link included."""
-        return await self._run(self._operations.exists(path, timeout))
+        return await self._run(self._as(user).exists(path, timeout))
 
-    async def get_info(self, path: Path, *, timeout: float | None = None) -> EntryInfo:
+    async def get_info(self, path: Path, *, user: str | None = None, timeout: float | None = None) -> EntryInfo:
         """What is known about one entry; a link is not followed. Raises NotFoundError."""
-        return await self._run(self._operations.info(path, timeout))
+        return await self._run(self._as(user).info(path, timeout))
 
-    async def make_dir(self, path: Path, mode: int = 0o755, *, timeout: float | None = None) -> bool:
+    async def make_dir(self, path: Path, mode: int = 0o755, *, user: str | None = None, timeout: float | None = None) -> bool:
         """Make a directory and those above it; False when it exists. Raises FileConflictError for another kind."""
-        return await self._run(self._operations.make_dir(path, mode, timeout))
+        return await self._run(self._as(user).make_dir(path, mode, timeout))
 
-    async def rename(self, old_path: Path, new_path: Path, *, timeout: float | None = None) -> EntryInfo:
+    async def rename(self, old_path: Path, new_path: Path, *, user: str | None = None, timeout: float | None = None) -> EntryInfo:
         """Rename or move; an existing file is replaced. Raises NotFoundError."""
-        return await self._run(self._operations.rename(old_path, new_path, timeout))
+        return await self._run(self._as(user).rename(old_path, new_path, timeout))
 
-    async def remove(self, path: Path, missing_ok: bool = False, *, timeout: float | None = None) -> None:
+    async def remove(self, path: Path, missing_ok: bool = False, *, user: str | None = None, timeout: float | None = None) -> None:
         """Remove a file, or a directory with all that is in it. Raises NotFoundError unless `missing_ok`."""
-        await self._run(self._operations.remove(path, missing_ok, timeout))
+        await self._run(self._as(user).remove(path, missing_ok, timeout))
 
-    async def chmod(self, path: Path, mode: int, *, timeout: float | None = None) -> EntryInfo:
+    async def chmod(self, path: Path, mode: int, *, user: str | None = None, timeout: float | None = None) -> EntryInfo:
         """Set permission bits; set-id bits are refused."""
-        return await self._run(self._operations.chmod(path, mode, timeout))
+        return await self._run(self._as(user).chmod(path, mode, timeout))
 
-    async def symlink(self, target: Path, path: Path, *, timeout: float | None = None) -> EntryInfo:
+    async def symlink(self, target: Path, path: Path, *, user: str | None = None, timeout: float | None = None) -> EntryInfo:
         """Make a symbolic link at `path` that says `target`. Raises FileConflictError."""
-        return await self._run(self._operations.symlink(target, path, timeout))
+        return await self._run(self._as(user).symlink(target, path, timeout))
 
-    async def get_metadata(self, path: Path, *, timeout: float | None = None) -> dict[str, str]:
+    async def get_metadata(self, path: Path, *, user: str | None = None, timeout: float | None = None) -> dict[str, str]:
         """The metadata of a file (its `user.ringfence.*` extended attributes)."""
-        return await self._run(self._operations.metadata(path, None, timeout))
+        return await self._run(self._as(user).metadata(path, None, timeout))
 
     async def set_metadata(
-        self, path: Path, metadata: dict[str, str], *, timeout: float | None = None
+        self, path: Path, metadata: dict[str, str], *, user: str | None = None, timeout: float | None = None
     ) -> dict[str, str]:
         """Set entries of a file's metadata; returns all of it."""
-        return await self._run(self._operations.metadata(path, metadata, timeout))
+        return await self._run(self._as(user).metadata(path, metadata, timeout))
 
     async def watch_dir(
         self,
@@ -612,13 +618,14 @@ class AsyncFiles:
         on_event: Callable[[FilesystemEvent], Any] | None = None,
         recursive: bool = False,
         *,
+        user: str | None = None,
         timeout: float | None = None,
     ) -> AsyncWatchHandle:
         """Watch a directory from now on. `on_event` is called with each change, in the background.
 
         `timeout` bounds the start of the watch, not the watch itself.
         """
-        handle = AsyncWatchHandle(await self._run(self._operations.watch(path, recursive, timeout)))
+        handle = AsyncWatchHandle(await self._run(self._as(user).watch(path, recursive, timeout)))
         if on_event is not None:
             handle._follow(on_event)
         return handle
@@ -916,9 +923,13 @@ class AsyncSandbox:
         cwd: Path | None = None,
         language: str | None = None,
         envs: Mapping[str, str] | None = None,
+        user: str | None = None,
     ) -> Context:
-        """A further session with variables, working directory and environment of its own."""
-        return await self._run(self._core.code.create_context(cwd, language, envs))
+        """A further session with variables, working directory and environment of its own.
+
+        `user` is whose rights it has: `user`, or `root` where the policy has `root: true`.
+        """
+        return await self._run(self._core.code.create_context(cwd, language, envs, user))
 
     async def list_code_contexts(self) -> builtins.list[Context]:
         """The sessions, the default one included once it was used."""

@@ -77,6 +77,9 @@ class SandboxOptions(TypedDict, total=False):
     """Environment variables of everything that runs in it."""
     metadata: Mapping[str, str] | None
     """Labels of your own, shown by `info()` and `list()`."""
+    root: bool | None
+    """True: the user `root` exists inside, for package managers, and `sudo` works; the same as `root: true` in the
+    policy. False: not even where the policy has it. None: as the policy says."""
     limits: Mapping[str, Any] | None
     """Limits of the policy to replace, by name; includes `timeout`, the default for `run_code` and commands."""
     memory: int | str
@@ -164,6 +167,12 @@ def build_spec(template: str, options: Mapping[str, Any]) -> tuple[CellSpec, flo
         changes = {**limits, **changes}
     if changes:
         policy = (policy.model() if hasattr(policy, "model") else policy).with_limits(**changes)
+    root = options.get("root")
+    if root is not None:
+        if not isinstance(root, bool):
+            raise InvalidArgumentError(f"root must be true or false, not {root!r}")
+        if root or hasattr(policy, "root"):
+            policy = (policy.model() if hasattr(policy, "model") else policy).with_root(root)
     metadata = dict(options.get("metadata") or {})
     for name, text in metadata.items():
         check_text(name, "the name of a metadata entry")

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from ringfence import EnforcementError
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts)]
 
@@ -65,7 +67,12 @@ def test_python_examples_print_what_the_page_says(example: Example, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(example.code, _name(example), "exec"), {"__name__": "__main__"})  # noqa: S102 our own pages
+        try:
+            exec(compile(example.code, _name(example), "exec"), {"__name__": "__main__"})  # noqa: S102 our own pages
+        except EnforcementError as refusal:
+            if refusal.primitive != "ids for root":
+                raise
+            pytest.skip(f"this user has one id: {refusal}")
     if example.output is not None:
         assert printed.getvalue() == example.output
 

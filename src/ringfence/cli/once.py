@@ -225,7 +225,7 @@ class _Run:
             {
                 "do": "template", "name": settings.template, "sources": sources, "python": interpreter.executable_inside,
                 "library": interpreter.library_path, "modules": None, "isolated": True,
-                "masks": list(interpreter.masks),
+                "masks": list(interpreter.masks), "root": False,
             },
             self._checked,
         )  # fmt: skip

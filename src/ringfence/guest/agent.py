@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
     from typing import Any, NoReturn
+
+    from ringfence.guest.elevation import Elevation
+    from ringfence.guest.keepers import Keepers
 else:
     import _signal as signal
     import _socket as socket
@@ -75,7 +78,14 @@ class Agent:
         self.credentials = Credentials(boot)
         self.kill_order = int(boot.get("oom_score_adj") or 0)
         gids = boot.get("job_gids")
-        self.marks = Marks(gids[0], gids[1]) if gids and not self.credentials.single_uid else Marks(0, 0)
+        self.keepers: Keepers | None = None
+        if self.credentials.inner is not None:
+            # Loaded already, by a zygote whose sandboxes have a root.
+            from ringfence.guest.keepers import Keepers
+
+            self.keepers = Keepers(self)
+        single = self.credentials.single_uid
+        self.marks = Marks(gids[0], gids[1], self.members) if gids and not single else Marks(0, 0)
         self.children: dict[int, Callable[[int, Any], Any]] = {}
         self.contexts: dict[str, contexts.Context] = {}
         self._environments: dict[str, dict[bytes, bytes]] = {}
@@ -124,6 +134,7 @@ class Agent:
                 continue
         self.special_devices.discard(os.stat("/").st_dev)  # one that is not mounted is a directory of the root
         self.file_service = transfers.FileService(self)
+        self.elevation: Elevation | None = None
         try:
             self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -139,6 +150,10 @@ class Agent:
         self._signals = check(libc.signalfd(ctypes.c_int(-1), ctypes.byref(mask), ctypes.c_int(_SFD_FLAGS)), "signalfd")
         self.loop.watch(self._signals, self._child_event)
         self.listen()
+        if self.credentials.inner is not None:
+            from ringfence.guest.elevation import Elevation
+
+            self.elevation = Elevation(self)
         while True:
             try:
                 self.loop.run_forever(self._flush)
@@ -357,6 +372,22 @@ class Agent:
             raise Refused("limit", "too many commands and kernels are alive", "end background processes first")
         return mark
 
+    def is_mark(self, group: int) -> bool:
+        """Whether `group` is one of the marks that jobs carry."""
+        first, count = self.boot.get("job_gids") or (0, 0)
+        return first <= group < first + count
+
+    def members(self, mark: int) -> list[int]:
+        """Live processes of the job with this mark: those that carry it, and what descends from its keepers."""
+        found = processes.marked(mark)
+        if self.keepers is not None and self.keepers.any(mark):
+            found = sorted({*found, *self.keepers.members(mark)})
+        return found
+
+    def keepers_for(self, user: User) -> Keepers | None:
+        """Who forks for `user`: keepers for root, which could drop its mark; None where the mark is enough."""
+        return self.keepers if user.uid == 0 else None
+
     def last_pid(self) -> int:
         """The pid given out last in this pid namespace, or -1 (proc(5), /proc/loadavg)."""
         if self._loadavg < 0:
@@ -373,14 +404,14 @@ class Agent:
 
     def remember_background(self, pid: int, mark: int, checked: bool) -> None:
         """A command is over; `checked` says that nothing of it is left. Else it can still be signalled as a tree."""
-        if not checked and len(self.background) < MAX_COMMANDS and processes.marked(mark):
+        if not checked and len(self.background) < MAX_COMMANDS and self.members(mark):
             self.background[pid] = mark
         else:
             self.marks.give_back(mark, checked=checked)
 
     def _tidy_background(self) -> None:
         for pid, mark in list(self.background.items()):
-            if not processes.marked(mark):
+            if not self.members(mark):
                 del self.background[pid]
                 self.marks.give_back(mark, checked=True)
 
@@ -438,14 +469,14 @@ class Agent:
             if number == signal.SIGKILL:
                 self._kill_background(mark)
             else:
-                for item in processes.marked(mark):
+                for item in self.members(mark):
                     processes.send(item, number)
         else:
             raise Refused("not_found", f"no command started here has pid {pid}", "list them with process.list")
         self.close_channel(channel, {"ok": True})
 
     def _kill_background(self, mark: int) -> None:
-        kill = processes.TreeKill(lambda: processes.marked(mark))
+        kill = processes.TreeKill(lambda: self.members(mark))
 
         def step() -> None:
             pause = kill.step()

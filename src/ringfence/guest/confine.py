@@ -23,6 +23,8 @@ TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
+
+    from ringfence.guest.writable import WritableTrees
 else:
     import _socket as socket
 
@@ -48,6 +50,7 @@ READ_ONLY_DIRECTORIES = ("bus", "fs", "irq", "sys", "sysvipc")
 # bounds (one sandbox took all 128 inotify instances of the host's root). A second user namespace below this one
 # is refused by the filter, and here once more.
 COUNTERS = {"max_inotify_instances": 16, "max_inotify_watches": 8192, "max_user_namespaces": 0}
+COUNTERS_WITH_ROOT = {**COUNTERS, "max_user_namespaces": 1}  # the one in which user code lives: guest/inner.py
 
 
 class ConfinementError(Exception):
@@ -101,6 +104,8 @@ def confine(
         place = lent.place
     try:
         keep = [0, 1, 2, stream.fileno(), mapping.fileno(), prepared.landlock, network, *groups, *lent_mounts]
+        if prepared.writable is not None:
+            keep.append(prepared.writable.maps(request))
         close_from([descriptor for descriptor in keep if descriptor >= 0])
         step = "cgroup"
         for descriptor in groups:
@@ -129,7 +134,7 @@ def confine(
         step = "user namespace"
         _enter_user_namespace(request, mapping, upper)
         step = "user counters"
-        namespaces.limit_counters(sysctls, COUNTERS)
+        namespaces.limit_counters(sysctls, COUNTERS if prepared.writable is None else COUNTERS_WITH_ROOT)
         os.close(sysctls)
         step = "resource limits"
         resource_limits.apply(request["rlimits"])
@@ -152,10 +157,13 @@ def confine(
 class Prepared:
     """What the zygote makes once so that a sandbox costs less: filter bytes, a ruleset, masks."""
 
-    def __init__(self, install_filter: Callable[[], object], ruleset: int, masks: Masks):
+    def __init__(
+        self, install_filter: Callable[[], object], ruleset: int, masks: Masks, writable: WritableTrees | None = None
+    ):
         self.install_filter = install_filter
         self.landlock = ruleset
         self.masks = masks
+        self.writable = writable  # None: a sandbox without a root
         self.capabilities = range(capabilities.last_capability() + 1)
 
 
@@ -178,12 +186,18 @@ def _mount(request: dict, prepared: Prepared) -> int:
     os.chown("/mnt/u", root, root)
     for name in ("/mnt/u/home/user", "/mnt/u/workspace"):
         os.chown(name, user, user)
+    writable = prepared.writable
+    lower = b"/" if writable is None else writable.lay_root(writable.maps(request), root, user)
     # Upper and work directories get no path inside: once the old root is gone, only the overlay refers to them.
     mounts.mount(
-        b"overlay", b"/mnt/r", b"overlay", _GUARDED, b"lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w,userxattr"
+        b"overlay", b"/mnt/r", b"overlay", _GUARDED, b"lowerdir=" + lower + b",upperdir=/mnt/u,workdir=/mnt/w,userxattr"
     )
     for name in request["moved"]:
-        mounts.move("/" + name, "/mnt/r/" + name)
+        if writable is None or name not in writable.trees:
+            mounts.move("/" + name, "/mnt/r/" + name)
+    if writable is not None:
+        writable.lay_trees(root)
+        os.close(writable.maps(request))
     for place, size in ((b"/mnt/r/tmp", request["tmp"]), (b"/mnt/r/dev/shm", request["shm"])):
         options = f"size={size},mode=1777,uid={root},gid={root},nr_inodes={inodes}"
         mounts.mount(b"tmpfs", place, b"tmpfs", _PLAIN, options.encode())
@@ -250,6 +264,10 @@ def _drop(request: dict, prepared: Prepared) -> None:
         os.setresgid(agent, agent, agent)
         os.setresuid(agent, agent, agent)
         kept = capabilities.mask("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+        if prepared.writable is not None:
+            from ringfence.guest import inner  # loaded already, by a zygote whose sandboxes have a root
+
+            request["boot"]["inner"] = inner.create(kept)
         capabilities.set_capabilities(effective=kept, permitted=kept)
         capabilities.set_keep_capabilities(False)
     prctl(PR_SET_DUMPABLE, 0)

@@ -149,7 +149,8 @@ class Kernel:
         try:
             pipes = [*new_pipe(), *new_pipe()]
             agent.check_descriptors(max(pipes))
-            self.pid = fork_alone()
+            keepers = agent.keepers_for(user)
+            self.pid = fork_alone() if keepers is None else keepers.fork(mark)
         except OSError as error:
             for descriptor in pipes:
                 os.close(descriptor)
@@ -390,7 +391,7 @@ class Kernel:
 
     def members(self) -> list[int]:
         if self.mark is not None:
-            return processes.marked(self.mark)
+            return self.agent.members(self.mark)
         return processes.descendants(self.pid) if self.agent.credentials.single_uid else [self.pid] * (self.exit is None)
 
     def _kill_step(self) -> None:
@@ -622,7 +623,7 @@ def _become_kernel(
         null = os.open("/dev/null", os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (errors, 2)):
             os.dup2(source, target, inheritable=True)
-        close_from([0, 1, 2, control.fileno()])
+        close_from([0, 1, 2, control.fileno(), *agent.credentials.needed])
         for number in _RESTORED_SIGNALS:
             _signal.signal(number, 0)
         _signal.pthread_sigmask(_SET_MASK, ())

@@ -78,6 +78,8 @@ class Credentials:
             for name, item in boot["users"].items()
         }
         self.default_user = boot["default_user"]
+        # Where there is a root, user code lives in a user namespace below the agent's (guest/inner.py).
+        self.inner: int | None = boot.get("inner")
         self.agent_uid = os.geteuid()
         self.agent_gid = os.getegid()
         # A change of uid sets the dumpable flag to this sysctl (proc(5)); 1 would make the agent's memory readable.
@@ -107,11 +109,28 @@ class Credentials:
             if self._renew_dumpable:
                 prctl(PR_SET_DUMPABLE, 0)
 
-    def shed(self, user: User, mark: int | None, dumpable: bool) -> None:
-        """In a forked child: become `user` for good, without any capability. Raises OSError where that fails.
+    @property
+    def needed(self) -> list[int]:
+        """Descriptors that a forked child has to keep until it has shed."""
+        return [] if self.inner is None else [self.inner]
+
+    def shed(self, user: User, mark: int | None, dumpable: bool, groups: list[int] | None = None) -> None:
+        """In a forked child: become `user` for good, without any capability of the agent. Raises OSError.
 
         The caller must then leave: a child that could not shed must not go on.
         """
+        if self.inner is not None:
+            from ringfence.guest import inner  # loaded already, by a zygote whose sandboxes have a root
+
+            # The mark first: its group is not mapped where the child goes.
+            groups = [user.gid] if groups is None else groups
+            os.setgroups(groups if mark is None else [*groups, mark])
+            inner.enter(self.inner)
+            os.setresgid(user.gid, user.gid, user.gid)
+            os.setresuid(user.uid, user.uid, user.uid)
+            inner.keep_capabilities(root=user.uid == 0)
+            prctl(PR_SET_DUMPABLE, 1 if dumpable else 0)
+            return
         if not self.single_uid:
             os.setgroups([user.gid] if mark is None else [user.gid, mark])
             os.setresgid(user.gid, user.gid, user.gid)

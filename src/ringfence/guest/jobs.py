@@ -33,6 +33,7 @@ from ringfence.linux.syscalls import prctl
 TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from ringfence.guest.agent import Agent
@@ -145,6 +146,8 @@ class Spawner:
         """
         if self._credentials.single_uid:
             return self._fork(argv, env, cwd, user, streams, terminal)
+        if self._credentials.inner is not None:
+            return self._fork_inside(argv, env, cwd, user, mark, streams, terminal)
         if terminal is not None:
             # A session leader that opens a terminal gets it as its controlling one; setsid comes before (posix_spawn).
             actions = [
@@ -212,26 +215,67 @@ class Spawner:
                 os.close(write)
                 raise SpawnFailed("program", argv[0], error.errno or errno.EAGAIN) from None
             if pid == 0:
-                _become(program, argv, env, streams, terminal, write)
+                become(argv, env, streams, terminal, write, lambda: prctl(PR_SET_CHILD_SUBREAPER, 1), cwd, program)
         finally:
             os.chdir("/")
         os.close(write)
         return pid, read
 
-    def started(self, pid: int) -> None:
-        """Single uid: the exec went well, so the program's files below /proc are the user's to write."""
-        if self._kill_order and self._credentials.single_uid:
+    def _fork_inside(
+        self, argv: list[bytes], env: dict[bytes, bytes], cwd: bytes, user: User, mark: int | None,
+        streams: tuple[int, int, int], terminal: bytes | None,
+    ) -> tuple[int, int]:
+        """Where there is a root, a child has to enter the namespace of user code before it is the user's."""
+        agent = self._agent
+        try:
+            read, write = new_pipe()
+        except OSError as error:
+            raise SpawnFailed("program", argv[0], error.errno or errno.EMFILE) from None
+        try:
+            keepers = agent.keepers_for(user)
+            pid = os.fork() if keepers is None else keepers.fork(mark)
+        except OSError as error:
+            os.close(read)
+            os.close(write)
+            raise SpawnFailed("program", argv[0], error.errno or errno.EAGAIN) from None
+        if pid == 0:
+            become(
+                argv, env, streams, terminal, write, lambda: self._credentials.shed(user, mark, dumpable=False), cwd
+            )
+        os.close(write)
+        return pid, read
+
+    def started(self, pid: int, user: User) -> None:
+        """After a fork: the exec went well, so the program's files below /proc are the user's to write."""
+        credentials = self._credentials
+        if self._kill_order and credentials.single_uid:
             raise_kill_order(pid, self._kill_order)
+        elif self._kill_order and credentials.inner is not None:
+            credentials.assume(user, None)
+            try:
+                raise_kill_order(pid, self._kill_order)
+            finally:
+                credentials.resume()
 
 
-def _become(
-    program: bytes, argv: list[bytes], env: dict[bytes, bytes], streams: tuple[int, int, int], terminal: bytes | None,
-    report: int,
+def become(
+    argv: list[bytes], env: dict[bytes, bytes], streams: Sequence[int], terminal: bytes | None, report: int,
+    shed: Callable[[], object], cwd: bytes | int, program: bytes | None = None,
 ) -> None:
-    """In a fork of the agent: become the program. Never returns."""
+    """In a fork of the agent: become the program. Never returns.
+
+    `shed` makes the process the user's; only then is the working directory entered and the program looked for. An
+    errno goes to `report`, after the letter `d` where the working directory is what failed. The streams are above 2.
+    """
+    failed = b""
     try:
         os.setsid()
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        shed()
+        failed = b"d"
+        os.fchdir(cwd) if isinstance(cwd, int) else os.chdir(cwd)
+        failed = b""
+        if program is None:
+            program = find_program(argv[0], env.get(b"PATH", _DEFAULT_PATH))
         if terminal is not None:
             slave = os.open(terminal, os.O_RDWR)
             sources = (slave, slave, slave)
@@ -251,8 +295,10 @@ def _become(
             if error.errno != errno.ENOEXEC:
                 raise
             os.execve(b"/bin/sh", [b"/bin/sh", program, *argv[1:]], env)
+    except SpawnFailed as error:
+        os.write(report, b"%d" % error.number)
     except OSError as error:
-        os.write(report, b"%d" % (error.errno or errno.EINVAL))
+        os.write(report, failed + b"%d" % (error.errno or errno.EINVAL))
     except BaseException:
         os.write(report, b"%d" % errno.EINVAL)
     finally:
@@ -316,6 +362,7 @@ class Command:
 
     def _start(self, env: dict[bytes, bytes], cwd: bytes, size: bytes | None, wants_input: bool) -> None:
         agent = self.agent
+        self._cwd = cwd
         self.mark = agent.take_mark()
         ends: list[int] = []  # the agent's
         lent: list[int] = []  # the child's
@@ -382,7 +429,7 @@ class Command:
             self.mark = None
 
     def _reported(self, events: int = 0) -> None:
-        """Single uid: the exec went through (end of the pipe) or failed (an errno in it)."""
+        """After a fork: the exec went through (end of the pipe) or failed (an errno in it)."""
         descriptor, self._report = self._report, -1
         self.agent.loop.forget(descriptor)
         try:
@@ -390,13 +437,14 @@ class Command:
         except OSError:
             text = b""
         os.close(descriptor)
-        if text.isdigit():
+        if text.lstrip(b"d").isdigit():
             self._failing = True
             for source in self.sources:
                 source.close()
-            self._failed("program", self.argv[0], int(text))
+            what, name = ("cwd", self._cwd) if text[:1] == b"d" else ("program", self.argv[0])
+            self._failed(what, name, int(text.lstrip(b"d")))
         elif not self.closed:
-            self.agent.spawner.started(self.pid)
+            self.agent.spawner.started(self.pid, self.user)
             self.agent.mux.send_event(self.channel, {"started": {"pid": self.pid}})
 
     def _failed(self, what: str, name: bytes, number: int) -> None:
@@ -477,7 +525,7 @@ class Command:
     def members(self) -> list[int]:
         """Live processes of this command."""
         if self.mark is not None:
-            return processes.marked(self.mark)
+            return self.agent.members(self.mark)
         return processes.descendants(self.pid)
 
     def kill(self) -> None:

@@ -182,7 +182,8 @@ class TreeKill:
 class Marks:
     """Hands out job marks (group ids) and takes one back only when no process carries it any more."""
 
-    def __init__(self, first: int, count: int):
+    def __init__(self, first: int, count: int, members: Callable[[int], list[int]] = marked):
+        self._members = members
         self._free = list(range(first + count - 1, first - 1, -1))
         self._lingering: list[int] = []
 
@@ -198,7 +199,7 @@ class Marks:
 
     def give_back(self, mark: int, checked: bool) -> None:
         """The job is over. `checked`: its last process is known to be gone."""
-        if checked or not marked(mark):
+        if checked or not self._members(mark):
             self._free.append(mark)
         else:
             self._lingering.append(mark)

@@ -284,7 +284,7 @@ def _become_watcher(agent: Agent, channel: socket.socket, user: User, path: byte
     """In a fork of the agent: become a watcher. Never returns."""
     try:
         agent.forsake()
-        close_from([0, 1, 2, channel.fileno()])
+        close_from([0, 1, 2, channel.fileno(), *agent.credentials.needed])
         channel.setblocking(True)
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

@@ -61,10 +61,15 @@ class Zygote:
         ruleset = -1
         if landlock.abi() >= 6:
             ruleset = landlock.scopes_ruleset()
+        root, trees = self.settings["root"], None
+        if root:
+            from ringfence.guest import elevation, inner, keepers, writable  # noqa: F401 - for the sandboxes
+
+            trees = writable.WritableTrees()
         program = filters.guest_filter(
-            single_uid=self.settings["single"], watched_memory=self.settings["watched_memory"]
+            single_uid=self.settings["single"], root=root, watched_memory=self.settings["watched_memory"]
         )
-        return confine.Prepared(seccomp.installer(program), ruleset, confine.Masks())
+        return confine.Prepared(seccomp.installer(program), ruleset, confine.Masks(), trees)
 
     def serve(self) -> None:
         """Answer the launcher until it goes away."""
@@ -128,6 +133,8 @@ class Zygote:
         born = descriptors.pop(1) if request["born"] else -1
         network = self.networks.pop() if self.networks else -1
         try:
+            if self.prepared.writable is not None:
+                self.prepared.writable.maps(request)  # made here, where other namespaces can be entered and left
             pid, pidfd = namespaces.fork_into(_SANDBOX_NAMESPACES, born, hooks=False)
         except OSError as error:
             self._say({"failed": request["id"], "step": "clone3", "message": str(error)})

@@ -395,15 +395,10 @@ def _not_urgent(flags: int) -> Rule:
     return Rule((when(errno_verdict(EOPNOTSUPP), any_bit(flags, MSG_OOB)),), ALLOW)
 
 
-def _node(mode: int) -> Rule:
-    """Files, FIFOs and sockets, without set-id bits; no devices (nor overlay whiteouts, which are devices)."""
-    return Rule(
-        (
-            when(_EPERM, any_bit(mode, S_ISUID_OR_ISGID)),
-            when(ALLOW, one_of(mode, 0, S_IFREG, S_IFIFO, S_IFSOCK, mask=S_IFMT)),
-        ),
-        _EPERM,
-    )
+def _node(mode: int, set_id: bool = False) -> Rule:
+    """Files, FIFOs and sockets, without set-id bits unless allowed; no devices (nor overlay whiteouts, which are some)."""
+    kinds = when(ALLOW, one_of(mode, 0, S_IFREG, S_IFIFO, S_IFSOCK, mask=S_IFMT))
+    return Rule((kinds,) if set_id else (when(_EPERM, any_bit(mode, S_ISUID_OR_ISGID)), kinds), _EPERM)
 
 
 _NO_PROTOCOL = errno_verdict(EPROTONOSUPPORT)
@@ -567,9 +562,23 @@ _ALLOWED_UNLESS_SINGLE_UID = Refusal(
 _ALLOWED_UNLESS_WATCHED = Refusal(ENOSYS, _WATCHED, "memfd_create shmget semget msgget")
 _OPTIONAL = "pidfd_send_signal semget msgget"  # allowed, when no option refuses them
 
-# What a policy with `root: true` changes. Nothing yet: uid 0 has its few capabilities in a user namespace that
-# was created last and owns nothing, chown and setresuid are allowed to all, and devices stay refused.
-_ROOT_ARGUMENT_RULES: dict[str, ArgumentRule] = {}
+# What a policy with `root: true` changes. Set-id bits may be set: packages ship them, and dpkg fails where they are
+# refused. They are dead: every file system inside is nosuid, no_new_privs is in force, and no directory of the host
+# can be written from such a sandbox (a workspace with `rw` excludes it), so none ever reaches the machine.
+_DEAD_SET_ID = "set-id bits may be kept with root: packages ship them, and nosuid and no_new_privs make them dead"
+_ROOT_ARGUMENT_RULES: dict[str, ArgumentRule] = {
+    **{
+        name: ArgumentRule(_DEAD_SET_ID, Rule((), ALLOW))
+        for name in ("open", "openat", "mq_open", "creat", "chmod", "fchmod", "fchmodat", "fchmodat2", "mkdir", "mkdirat")
+    },
+    "mknod": ArgumentRule("no devices; " + _DEAD_SET_ID, _node(1, set_id=True)),
+    "mknodat": ArgumentRule("no devices; " + _DEAD_SET_ID, _node(2, set_id=True)),
+    "setns": ArgumentRule(
+        "the agent's children enter the user namespace in which user code lives. The kernel wants CAP_SYS_ADMIN over "
+        "the one entered, which only the agent has: from inside there is none below, and those above are out of reach",
+        Rule((when(ALLOW, one_of(1, CLONE_NEWUSER)),), _EPERM),
+    ),
+}
 
 
 class Decision(NamedTuple):
@@ -600,8 +609,6 @@ def decisions(
     for name in _OPTIONAL.split():
         by_name[name] = ("allow", ALLOW, "allowed, since no option refuses it")
     rules = dict(_ARGUMENT_RULES)
-    if root:
-        rules.update(_ROOT_ARGUMENT_RULES)
     for name, (reason, rule) in rules.items():
         by_name[name] = ("judge", rule, reason)
     refusals = list(REFUSED)
@@ -612,6 +619,9 @@ def decisions(
     for number, reason, names in refusals:
         for name in names.split():
             by_name[name] = ("refuse", errno_verdict(number), reason)
+    if root:
+        for name, (reason, rule) in _ROOT_ARGUMENT_RULES.items():
+            by_name[name] = ("judge", rule, reason)
     found = []
     for name, number in sorted(numbers.table(arch).items(), key=lambda item: item[1]):
         kind, verdict, reason = by_name.get(name, ("refuse", DEFAULT, "not on the list"))

@@ -411,19 +411,21 @@ class Node:
     # Templates and starts ------------------------------------------------------------------------------
 
     def template(
-        self, name: str, packages: tuple[str, ...] = (), progress: Callable[[str], object] | None = None
+        self, name: str, packages: tuple[str, ...] = (), progress: Callable[[str], object] | None = None,
+        root: bool = False,
     ) -> Pending[dict[str, Any]]:
         """Starts the zygote of a template once; the Pending holds its facts.
 
         `packages`: what its environment is made from where there is none yet. `progress` hears, on another thread,
-        what takes so long.
+        what takes so long. With `root` it is a zygote of its own.
         """
         launcher = self.launcher()
         with self._lock:
-            ready = self._templates.get(name)
+            key = namespace_engine.zygote_name(name, root)
+            ready = self._templates.get(key)
             if ready is not None and not (ready.done() and ready.exception() is not None):
                 return ready
-            ready = self._templates[name] = Pending()
+            ready = self._templates[key] = Pending()
         pending = ready
 
         def answered(message: dict[str, Any]) -> None:
@@ -434,7 +436,7 @@ class Node:
 
         def prepare() -> None:
             try:
-                launcher.ask(self._template_request(name, packages, progress or _progress), answered)
+                launcher.ask(self._template_request(name, packages, progress or _progress, root), answered)
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the template
                 pending.set_exception(error)
 
@@ -444,7 +446,8 @@ class Node:
         return pending
 
     def _template_request(
-        self, name: str, asked: tuple[str, ...] = (), progress: Callable[[str], object] | None = None
+        self, name: str, asked: tuple[str, ...] = (), progress: Callable[[str], object] | None = None,
+        root: bool = False,
     ) -> dict[str, Any]:
         """The launcher's request for a template; builds its package environment when there is none yet."""
         from ringfence.node import cache, environments
@@ -468,7 +471,7 @@ class Node:
             sources["python"] = python.prefix_outside
         return namespace_engine.template_request(
             name, python=executable, sources=sources, library=python.library_path, masks=python.masks,
-            modules=modules,
+            modules=modules, root=root,
         )  # fmt: skip
 
     async def start(
@@ -501,14 +504,14 @@ class Node:
         self, spec: CellSpec, prefork: bool, progress: Callable[[str], object] | None = None
     ) -> Handle:
         """Make one sandbox; a second time when the template's zygote was found dead."""
-        if spec.template not in self._templates:
+        if namespace_engine.zygote_name(spec.template, spec.root) not in self._templates:
             # A download may take longer than any template's start should.
             patience = DOWNLOAD_PATIENCE if spec.packages else TEMPLATE_PATIENCE
-            await wait_for(self.template(spec.template, spec.packages, progress), patience)
+            await wait_for(self.template(spec.template, spec.packages, progress, spec.root), patience)
         try:
             return await self._create_once(spec, prefork)
         except _ZygoteGone:
-            self._forget_template(spec.template)
+            self._forget_template(namespace_engine.zygote_name(spec.template, spec.root))
         try:
             return await self._create_once(spec, prefork)
         except _ZygoteGone as gone:
@@ -516,7 +519,7 @@ class Node:
 
     async def _create_once(self, spec: CellSpec, prefork: bool) -> Handle:
         begun = time.perf_counter()
-        await wait_for(self.template(spec.template, spec.packages), TEMPLATE_PATIENCE)
+        await wait_for(self.template(spec.template, spec.packages, root=spec.root), TEMPLATE_PATIENCE)
         warm = time.perf_counter()
         handle = Handle(self, os.urandom(10).hex(), spec)
         lent = namespace_engine.open_directories(spec)

@@ -515,6 +515,14 @@ class Policy(_Part):
         }
         return base.CellSpec(**{**values, **fields})
 
+    def with_root(self, root: bool) -> Policy:
+        """A copy in which the user `root` exists inside, or does not.
+
+        Raises:
+            PolicyError: the policy lends a workspace with `mode: rw`, which excludes root.
+        """
+        return Policy(**{**self.to_dict(), "root": root})
+
     def with_limits(self, **limits: Any) -> Policy:
         """A copy with some limits replaced: `policy.with_limits(timeout="2min", memory="1GiB")`.
 

@@ -289,7 +289,8 @@ class CodeRunner:
         )
 
     async def create_context(
-        self, cwd: Any = None, language: str | None = None, envs: Mapping[str, str] | None = None
+        self, cwd: Any = None, language: str | None = None, envs: Mapping[str, str] | None = None,
+        user: str | None = None,
     ) -> Context:
         """See `Sandbox.create_code_context`."""
         language = _check_language(language)
@@ -301,7 +302,7 @@ class CodeRunner:
             "language": language,
             "cwd": cwd,
             "env": check_envs(envs),
-            "user": "user",
+            "user": "user" if user is None else check_text(user, "user", empty=False),
         }
         with _own_hints():
             reply = await self._session.call(request, "create_code_context")

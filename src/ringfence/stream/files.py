@@ -265,10 +265,11 @@ class Watch(Exchange):
 
 
 class FileOperations:
-    """`sandbox.files` of one sandbox."""
+    """`sandbox.files` of one sandbox, with the rights of `user` (None: the sandbox's own)."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, user: str | None = None) -> None:
         self.session = session
+        self._owner = {} if user is None else {"user": check_text(user, "user", empty=False)}
 
     async def _entry(self, request: dict[str, Any], what: str, timeout: Timeout) -> EntryInfo:
         reply = await self.session.call(request, what, patience=patience_of(self.session, timeout))
@@ -277,7 +278,7 @@ class FileOperations:
     async def info(self, path: Any, timeout: Timeout = None) -> EntryInfo:
         """See `Files.get_info`."""
         path = check_path(path)
-        return await self._entry({"op": "file.stat", "path": path}, f"files.get_info of {path!r}", timeout)
+        return await self._entry({**self._owner, "op": "file.stat", "path": path}, f"files.get_info of {path!r}", timeout)
 
     async def exists(self, path: Any, timeout: Timeout = None) -> bool:
         """See `Files.exists`."""
@@ -295,7 +296,7 @@ class FileOperations:
         patience = patience_of(self.session, timeout)
         listing = _Listing()
         session = self.session
-        session.open({"op": "file.list", "path": path, "depth": depth}, listing)
+        session.open({**self._owner, "op": "file.list", "path": path, "depth": depth}, listing)
         try:
             while not listing.done and not listing.overrun:
                 if not await listing.changed(patience.deadline(), listing.version):
@@ -340,7 +341,7 @@ class FileOperations:
         """See `Files.make_dir`."""
         path, mode = check_path(path), check_mode(mode)
         reply = await self.session.call(
-            {"op": "file.mkdir", "path": path, "parents": True, "mode": mode},
+            {**self._owner, "op": "file.mkdir", "path": path, "parents": True, "mode": mode},
             f"files.make_dir of {path!r}",
             patience=patience_of(self.session, timeout),
         )
@@ -350,7 +351,7 @@ class FileOperations:
         """See `Files.rename`."""
         source, target = check_path(old, "old_path"), check_path(new, "new_path")
         return await self._entry(
-            {"op": "file.move", "source": source, "target": target}, f"files.rename of {source!r}", timeout
+            {**self._owner, "op": "file.move", "source": source, "target": target}, f"files.rename of {source!r}", timeout
         )
 
     async def remove(self, path: Any, missing_ok: bool = False, timeout: Timeout = None) -> None:
@@ -358,7 +359,7 @@ class FileOperations:
         path = check_path(path)
         try:
             await self.session.call(
-                {"op": "file.remove", "path": path, "recursive": True},
+                {**self._owner, "op": "file.remove", "path": path, "recursive": True},
                 f"files.remove of {path!r}",
                 patience=patience_of(self.session, timeout),
             )
@@ -370,14 +371,14 @@ class FileOperations:
         """See `Files.chmod`."""
         path, mode = check_path(path), check_mode(mode)
         return await self._entry(
-            {"op": "file.chmod", "path": path, "mode": mode}, f"files.chmod of {path!r}", timeout
+            {**self._owner, "op": "file.chmod", "path": path, "mode": mode}, f"files.chmod of {path!r}", timeout
         )
 
     async def symlink(self, target: Any, path: Any, timeout: Timeout = None) -> EntryInfo:
         """See `Files.symlink`."""
         target, path = check_path(target, "target"), check_path(path)
         return await self._entry(
-            {"op": "file.symlink", "target": target, "path": path}, f"files.symlink of {path!r}", timeout
+            {**self._owner, "op": "file.symlink", "target": target, "path": path}, f"files.symlink of {path!r}", timeout
         )
 
     async def metadata(
@@ -387,7 +388,7 @@ class FileOperations:
         path = check_path(path)
         entry = await self._entry(
             {
-                "op": "file.metadata",
+                **self._owner, "op": "file.metadata",
                 "path": path,
                 "set": check_metadata(changes) if changes is not None else None,
             },
@@ -412,7 +413,7 @@ class FileOperations:
         """Begin to read a file."""
         path = check_path(path)
         request: dict[str, Any] = {
-            "op": "file.read",
+            **self._owner, "op": "file.read",
             "path": path,
             "offset": check_count(offset, "offset"),
             "length": None if length is None else check_count(length, "length"),
@@ -470,7 +471,7 @@ class FileOperations:
         path = check_path(path)
         session = self.session
         request: dict[str, Any] = {
-            "op": "file.write",
+            **self._owner, "op": "file.write",
             "path": path,
             "mode": None if mode is None else check_mode(mode),
             "append": append,
@@ -565,7 +566,7 @@ class FileOperations:
         path = check_path(path)
         patience = patience_of(self.session, timeout)
         watch = Watch(self.session)
-        self.session.open({"op": "file.watch", "path": path, "recursive": bool(recursive)}, watch)
+        self.session.open({**self._owner, "op": "file.watch", "path": path, "recursive": bool(recursive)}, watch)
         # A change made right after this call must be seen, so the guest's word that it watches is awaited.
         while not watch.done and not watch.events:
             if not await watch.changed(patience.deadline(), watch.version):

@@ -64,12 +64,6 @@ def check(spec: CellSpec, known: Callable[[str], bool] | None = None) -> None:
             hint="use a policy without network rules: a sandbox then has a private loopback only",
             primitive="network gateway",
         )
-    if spec.root:
-        raise EnforcementError(
-            "the policy asks for root inside, which this version does not hold yet",
-            hint="leave `root` out of the policy",
-            primitive="root",
-        )
     if spec.workspace is not None and spec.workspace["mode"] == "rw":
         raise EnforcementError(
             "the policy lets the sandbox write a host directory, which this version does not hold yet",
@@ -122,9 +116,9 @@ def open_directories(spec: CellSpec) -> list[int]:
 
 def template_request(
     name: str, *, python: str, sources: dict[str, str], library: str | None, masks: tuple[str, ...],
-    modules: list[str] | None = None,
+    modules: list[str] | None = None, root: bool = False,
 ) -> dict[str, Any]:
-    """The launcher's request for the zygote of template `name`.
+    """The launcher's request for the zygote of template `name`; one with `root` is another zygote.
 
     `python` is the interpreter's path inside, `sources` the host directories for `/opt`, `library` what
     LD_LIBRARY_PATH must be, `masks` the directories inside that are to be covered, `modules` what a package
@@ -132,14 +126,23 @@ def template_request(
     """
     return {
         "do": "template",
-        "name": name,
+        "name": zygote_name(name, root),
         "sources": sources,
         "python": python,
         "library": library,
         "modules": TEMPLATES.get(name, modules or []),
         "isolated": name in TEMPLATES and TEMPLATES[name] is None,
         "masks": list(masks),
+        "root": root,
     }
+
+
+def zygote_name(template: str, root: bool) -> str:
+    """The launcher's name for a template: sandboxes with a root start from another file system and other ids.
+
+    No package environment can be called so: their names have no two hyphens in a row.
+    """
+    return template + "--root" if root else template
 
 
 def create_request(identifier: str, spec: CellSpec, library: str | None, prefork: bool) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def create_request(identifier: str, spec: CellSpec, library: str | None, prefork
     return {
         "do": "create",
         "id": identifier,
-        "template": spec.template,
+        "template": zygote_name(spec.template, spec.root),
         "limits": {
             "memory": limits.memory,
             "cpus": limits.cpus,

@@ -7,20 +7,25 @@ read counts as not in force. Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 TYPE_CHECKING = False  # of `typing`, which costs more than the rest of a start together
 if TYPE_CHECKING:
     from typing import Any
 
+_NS_GET_PARENT = 0xB702
 _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 
 
 def gather(
     pid: int, limits: dict[str, Any], report: dict[str, Any], ids: str, facts: dict[str, Any],
-    lent: list[dict[str, Any]],
+    lent: list[dict[str, Any]], root_inside: bool = False,
 ) -> list[list[str]]:
-    """Rows of [primitive, strength, detail] for the sandbox whose first process is `pid` on the host."""
+    """Rows of [primitive, strength, detail] for the sandbox whose first process is `pid` on the host.
+
+    `root_inside`: there is a uid 0 inside, and so one row more says what holds it.
+    """
     rows: list[list[str]] = []
     status = _status(pid)
     separate = [name for name in _NAMESPACES if _differs(pid, name)]
@@ -30,6 +35,11 @@ def gather(
     rows.append(["user ids", "hard" if uid_map and ids != "single" else "none", _IDS.get(ids, ids)])
     bounding, permitted = status.get("CapBnd", "?"), status.get("CapPrm", "?")
     rows.append(["capabilities", "hard" if bounding.strip("0") == "" else "none", f"bounding {bounding}; the agent keeps {permitted} over its own ids, user code none"])
+    if root_inside:
+        below = _namespace_below(pid)
+        rows.append(["root inside", "hard" if below else "none",
+                     (f"uid 0 and user code live in a user namespace of their own ({below or 'not found'}), below the agent's, "
+                     "with seven capabilities over its processes and files")])  # fmt: skip
     rows.append(["no_new_privs", "hard" if status.get("NoNewPrivs") == "1" else "none", "set-id programs give nothing"])
     rows.append(["seccomp", "hard" if status.get("Seccomp") == "2" else "none", f"allow-list filter, {status.get('Seccomp_filters', '?')} in force"])
     abi = int(facts.get("landlock", 0))
@@ -105,6 +115,33 @@ _IDS = {
 def _status(pid: int) -> dict[str, str]:
     pairs = (line.split(":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":" in line)
     return {name: value.strip() for name, value in pairs}
+
+
+def _namespace_below(pid: int) -> str:
+    """The user namespace that process `pid` holds and whose parent is its own (ioctl_nsfs(2)); "" if there is none."""
+    try:
+        own = os.stat(f"/proc/{pid}/ns/user")
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return ""
+    for name in names:
+        path = f"/proc/{pid}/fd/{name}"
+        try:
+            link = os.readlink(path)
+            if not link.startswith("user:["):
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                parent = fcntl.ioctl(descriptor, _NS_GET_PARENT)
+            finally:
+                os.close(descriptor)
+            above = os.fstat(parent)
+            os.close(parent)
+        except OSError:
+            continue
+        if (above.st_dev, above.st_ino) == (own.st_dev, own.st_ino):
+            return link
+    return ""
 
 
 def _differs(pid: int, name: str) -> bool:

@@ -150,7 +150,7 @@ _VERBS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "configure": {"owner": _integer(1, 1 << 22), "pass_environment": _environment, "spares": _integer(0, 1000)},
     "template": {
         "name": _name, "sources": _sources, "python": _path, "library": lambda v: v and _path(v),
-        "modules": _modules, "isolated": _boolean, "masks": _paths,
+        "modules": _modules, "isolated": _boolean, "masks": _paths, "root": _boolean,
     },
     "create": {
         "id": _name, "template": _name, "limits": _limits, "environment": _environment,

@@ -30,6 +30,10 @@ FIRST_RANGE = 0x80000000
 RANGES = 1900
 USER_ID, AGENT_ID, NOBODY_ID = 1000, 65533, 65534
 FIRST_JOB_GROUP, JOB_GROUPS = 70000, SLOT - 8
+# A sandbox with `root: true` takes a wide slot, sixteen in a row: inside, ids 0 to 1899 are there for system users
+# and those that `useradd` makes; behind them come the agent's, nobody's and the job groups.
+WIDE = 16 * SLOT
+SYSTEM_IDS = 1900
 
 
 class NoRangeError(Exception):
@@ -37,12 +41,16 @@ class NoRangeError(Exception):
 
 
 class IdPlan(NamedTuple):
-    """How ids are mapped for one zygote: `kind` is `ranges` (root), `subids` or `single`."""
+    """How ids are mapped for one zygote: `kind` is `ranges` (root), `subids` or `single`.
+
+    `slots` sandboxes have place in it, each with `width` ids: SLOT, or WIDE where there is a root inside.
+    """
 
     kind: str
     uid_map: tuple[tuple[int, int, int], ...]
     gid_map: tuple[tuple[int, int, int], ...]
     slots: int
+    width: int = SLOT
 
     @property
     def single(self) -> bool:
@@ -75,14 +83,16 @@ class Identifiers:
             state_directory() + "/ids", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         self._shared: list[int] = []  # free slots of the user's one range that this launcher holds
+        self._shared_wide: list[int] = []  # the same, of wide slots
         self._held: set[int] = set()
 
-    def plan(self) -> IdPlan:
-        """Take a range for a new zygote. Raises NoRangeError."""
+    def plan(self, wide: bool = False) -> IdPlan:
+        """Take a range for a new zygote, whose sandboxes have wide slots if asked. Raises NoRangeError."""
+        width = WIDE if wide else SLOT
         if os.geteuid() == 0:
             number = self._take_range()
             extent = ((0, FIRST_RANGE + number * RANGE, RANGE),)
-            return IdPlan("ranges", extent, extent, (RANGE - FIRST_SLOT) // SLOT)
+            return IdPlan("ranges", extent, extent, (RANGE - FIRST_SLOT) // width, width)
         subuid, subgid = subordinate_range("/etc/subuid"), subordinate_range("/etc/subgid")
         uid, gid = os.geteuid(), os.getegid()
         if subuid and subgid and newidmap_works():
@@ -91,7 +101,8 @@ class Identifiers:
                 "subids",
                 ((0, uid, 1), (1, subuid[0], count)),
                 ((0, gid, 1), (1, subgid[0], count)),
-                max(0, (count - FIRST_SLOT) // SLOT),
+                max(0, (count - FIRST_SLOT) // width),
+                width,
             )
         return IdPlan("single", ((0, uid, 1),), ((0, gid, 1),), 1 << 16)
 
@@ -116,6 +127,10 @@ class Identifiers:
         if plan.kind == "subids":
             # The user's one range is shared by all launchers of that user, so slots are locked one by one,
             # a block at a time: the look at the machine's processes is too slow for every sandbox.
+            if plan.width == WIDE:
+                if not self._shared_wide:
+                    self._lock_wide(plan)
+                return self._shared_wide.pop(0)
             if not self._shared:
                 self._lock_block(plan)
             return self._shared.pop(0)
@@ -144,18 +159,39 @@ class Identifiers:
         if not self._shared:
             raise NoRangeError("all subordinate ids of this user are in use")
 
-    def give_slot(self, plan: IdPlan, slot: int, free: list[int]) -> None:
-        (self._shared if plan.kind == "subids" else free).append(slot)
+    def _lock_wide(self, plan: IdPlan) -> None:
+        """Hold one wide slot, from the far end of the range: the narrow ones are taken from its beginning."""
+        living = live_ids()
+        low = plan.uid_map[1][1] - 1
+        count = WIDE // SLOT
+        for slot in range(plan.slots - 1, -1, -1):
+            narrow = range(slot * count, (slot + 1) * count)
+            first = low + FIRST_SLOT + slot * WIDE
+            if not self._held.isdisjoint(narrow) or not self._lock(narrow[0], count):
+                continue
+            if any(first <= uid < first + WIDE for uid in living):
+                self._unlock(narrow[0], count)
+                continue
+            self._held.update(narrow)
+            self._shared_wide.append(slot)
+            return
+        raise NoRangeError("all subordinate ids of this user are in use: a sandbox with root takes 2048 of them")
 
-    def _lock(self, number: int) -> bool:
+    def give_slot(self, plan: IdPlan, slot: int, free: list[int]) -> None:
+        if plan.kind != "subids":
+            free.append(slot)
+        else:
+            (self._shared_wide if plan.width == WIDE else self._shared).append(slot)
+
+    def _lock(self, number: int, count: int = 1) -> bool:
         try:
-            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, number)
             return True
         except OSError:
             return False
 
-    def _unlock(self, number: int) -> None:
-        fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, number)
+    def _unlock(self, number: int, count: int = 1) -> None:
+        fcntl.lockf(self._lock_file, fcntl.LOCK_UN, count, number)
 
 
 def live_ids() -> set[int]:
@@ -215,7 +251,16 @@ def slot_maps(plan: IdPlan, slot: int, lends: bool = False) -> tuple[list, list,
     """
     if plan.single:
         return [(USER_ID, 0, 1)], [(USER_ID, 0, 1)], (0, 0)
-    base = FIRST_SLOT + slot * SLOT
-    user = 0 if lends and plan.kind == "subids" else base + 1
+    base = FIRST_SLOT + slot * plan.width
+    own = lends and plan.kind == "subids"
+    if plan.width == WIDE:
+        behind, user = base + SYSTEM_IDS, 0 if own else base + USER_ID
+        above = USER_ID + 1
+        common = [
+            (0, base, USER_ID), (USER_ID, user, 1), (above, base + above, SYSTEM_IDS - above),
+            (AGENT_ID, behind, 1), (NOBODY_ID, behind + 1, 1),
+        ]  # fmt: skip
+        return common, [*common, (FIRST_JOB_GROUP, base + WIDE - JOB_GROUPS, JOB_GROUPS)], (base, user)
+    user = 0 if own else base + 1
     common = [(0, base, 1), (USER_ID, user, 1), (AGENT_ID, base + 2, 1), (NOBODY_ID, base + 3, 1)]
     return common, [*common, (FIRST_JOB_GROUP, base + 8, JOB_GROUPS)], (base, user)

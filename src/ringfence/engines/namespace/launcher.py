@@ -39,6 +39,10 @@ INODES_PER_MIB = 256  # inodes a sized tmpfs grants per MiB, so that empty files
 SUSPICION_INTERVAL = 0.005  # the second look at a sandbox that was over once
 WATCH_TRIES = 20  # looks that may fail while a sandbox is being made, before it counts as not held
 AGENT_TASKS = 4  # processes of the agent itself (pid 1 and file workers) on top of the policy's pids
+_USERS = {
+    "user": {"uid": 1000, "gid": 1000, "home": "/home/user", "shell": "/bin/bash"},
+    "root": {"uid": 0, "gid": 0, "home": "/root", "shell": "/bin/bash"},
+}
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm; part of the `tmp` limit's order of magnitude
 
 
@@ -60,6 +64,7 @@ class Zygote:
         self.user_namespace = ""
         self.data_size = 0  # bytes a fork inherits as RLIMIT_DATA counts them
         self.kernel = False
+        self.root = False  # whether its sandboxes have one
         self.moved: list[str] = []
 
 
@@ -263,7 +268,11 @@ class Launcher:
             zygote.waiting.append(request["number"])
 
     def _start_zygote(self, request: dict[str, Any]) -> Zygote:
-        plan = self.identifiers.plan()
+        plan = self.identifiers.plan(wide=request["root"])
+        if request["root"] and (plan.single or not plan.slots):
+            self.identifiers.release(plan)
+            raise spawn.SpawnError("ids for root", "the policy asks for root inside, which takes 2048 ids, and this "
+                                   "user has " + ("one" if plan.single else "too few"))  # fmt: skip
         environment = {
             "PATH": "/opt/env/bin:/opt/python/bin:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/nonexistent",
@@ -280,11 +289,12 @@ class Launcher:
         code = "import gc; gc.disable(); import sys; sys.path.append('/opt/ringfence'); from ringfence.guest.zygote import main; main(3)"
         flags = ["-I", "-S"] if request["isolated"] else ["-I"]
         try:
-            spawned = spawn.spawn(plan, request["sources"], request["masks"], [request["python"], *flags, "-c", code], environment, "sandbox")
+            spawned = spawn.spawn(plan, request["sources"], request["masks"], [request["python"], *flags, "-c", code], environment, "sandbox", request["root"])
         except BaseException:
             self.identifiers.release(plan)
             raise
         zygote = Zygote(request["name"], plan, spawned, plan.single)
+        zygote.root = request["root"]
         zygote.kernel = request["modules"] is not None
         zygote.moved = ["usr", "opt", "dev"] + [
             name for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin")
@@ -293,7 +303,7 @@ class Launcher:
         zygote.control.send(
             dumps(
                 {"modules": request["modules"], "single": plan.single, "networks": self.spares,
-                 "watched_memory": not self._hard("memory"), "kernel": zygote.kernel}
+                 "watched_memory": not self._hard("memory"), "kernel": zygote.kernel, "root": zygote.root}
             ).encode()
         )  # fmt: skip
         group = self.pool.zygote_group(plan.uid_map[0][1])
@@ -403,7 +413,8 @@ class Launcher:
         limits, zygote = cell.limits, cell.zygote
         uid_map, gid_map, owner = identifiers.slot_maps(zygote.plan, cell.slot, lends=bool(cell.lent))
         rlimits = resource_limits.for_policy(
-            pids=limits["pids"],
+            # With root the agent's own processes count as well: its namespace owns the one of user code.
+            pids=limits["pids"] + (AGENT_TASKS if zygote.root else 0),
             open_files=limits["open_files"],
             file_size=limits["file_size"],
             memory=limits["memory"],
@@ -411,7 +422,7 @@ class Launcher:
             data_baseline=zygote.data_size,
         )
         boot = {
-            "users": {"user": {"uid": 1000, "gid": 1000, "home": "/home/user", "shell": "/bin/bash"}},
+            "users": _USERS if zygote.root else {"user": _USERS["user"]},
             "default_user": "user",
             "single_uid": zygote.single,
             "agent_uid": 1000 if zygote.single else identifiers.AGENT_ID,
@@ -583,7 +594,8 @@ class Launcher:
 
         return {
             "enforcement": evidence.gather(
-                cell.pid, cell.limits, self.report, cell.zygote.plan.kind, cell.zygote.facts, cell.lent
+                cell.pid, cell.limits, self.report, cell.zygote.plan.kind, cell.zygote.facts, cell.lent,
+                cell.zygote.root,
             ),
             "pid": cell.pid,
         }

@@ -39,9 +39,17 @@ class TemplateRoot:
     """Builds the tree in three steps: trees that need the host's view, then the skeleton with all mounts, then what
     lies in /etc, while the zygote comes up already."""
 
-    def __init__(self, sources: dict[str, str], masks: list[str]):
+    def __init__(self, sources: dict[str, str], masks: list[str], python: str = "", root: bool = False):
         self.sources = sources  # name below /opt -> host directory
         self.masks = masks  # directories inside that somebody's packages lie in: covered by an empty one
+        if root:
+            # Only here: a start without root has no use for it.
+            from ringfence.engines.namespace import system_files
+
+            self.system_files = system_files
+        self.python = python  # path inside of the interpreter that programs of ours run with
+        self.root = root  # sandboxes have a root, who may change the trees (guest/writable.py)
+        self.lent: dict[str, int] = {}  # for that: the trees as they are, where only the zygote sees them
         self.trees: dict[str, int] = {}
         self.below: list[tuple[str, int]] = []  # mounts below the host's trees: (path, descriptor)
 
@@ -59,7 +67,19 @@ class TemplateRoot:
             self.trees["dev/" + name] = node
         for name, source in self.sources.items():
             self.trees["opt/" + name] = self._quiet_tree(source, empty)
+        if self.root:
+            self._lend()
         os.close(empty)
+
+    def _lend(self) -> None:
+        """The trees that become layers of a sandbox's own overlays."""
+        for name in [name for name in self.trees if "/" not in name]:
+            self.lent[name] = self._bound("/" + name)
+        if "env" in self.sources:
+            self.lent["opt/env"] = self._bound(self.sources["env"])
+        database = self.system_files.DATABASE
+        if os.path.isdir("/" + database):
+            self.lent[database] = self._bound("/" + database)
 
     def _host_tree(self, name: str, empty: int) -> None:
         """A system directory of the host, and what is mounted below it (drivers in a container, a separate /usr/local).
@@ -116,6 +136,7 @@ class TemplateRoot:
         Preconditions: a private mount namespace owned by the caller's user namespace.
         """
         place = next(path for path in ("/mnt", "/media", "/tmp", "/run") if os.path.isdir(path))
+        tables = self.system_files.dpkg() if self.root else {}
         mounts.attach(mounts.new_filesystem("tmpfs", mounts.NO_SET_ID | mounts.NO_DEVICES, size="16m", mode="755"), place)
         os.umask(0)
         for name in ("usr", "opt", "etc", "proc", "dev", "home", "mnt", "srv", "var", "run", "root", "workspace"):
@@ -132,6 +153,10 @@ class TemplateRoot:
                 os.mkdir(f"{place}/{name}", 0o755)
         for name in _COPIED_FIRST:
             _copy("/etc/" + name, f"{place}/etc/{name}")
+        if self.root:
+            os.umask(0o022)
+            self._prepare_for_root(place, tables)
+            os.umask(0)
         self._attach("usr", place)
         for name in list(self.trees):
             if "/" not in name:
@@ -144,6 +169,25 @@ class TemplateRoot:
                 mounts.attach(mounts.new_filesystem("tmpfs", GUARDED, size="4k", mode="555", nr_inodes="2"), place + path)
         self._build_dev(f"{place}/dev")
         return place
+
+    def _prepare_for_root(self, place: str, tables: dict[str, bytes | None]) -> None:
+        """Before anything is attached: what lies on the template's own file system is root's inside."""
+        os.chmod(f"{place}/root", 0o700)
+        for name in self.system_files.DIRECTORIES:
+            os.makedirs(f"{place}/{name}", exist_ok=True)
+        for name, table in tables.items():
+            if table is None:
+                os.mknod(f"{place}/{name}", stat.S_IFCHR, 0)  # overlayfs's mark for what is not there
+            else:
+                _write(f"{place}/{name}", table)
+        for name, content in self.system_files.programs(self.python).items():
+            _write(f"{place}/{name}", content)
+            os.chmod(f"{place}/{name}", 0o755)
+        mounts.attach(mounts.new_filesystem("tmpfs", mounts.NO_SET_ID | mounts.NO_DEVICES, size="64k", mode="700"), f"{place}/run")
+        for name, descriptor in self.lent.items():
+            path = f"{place}/run/" + name.replace("/", "%")
+            os.mkdir(path)
+            mounts.attach(descriptor, path)
 
     def _attach(self, name: str, place: str) -> None:
         descriptor = self.trees.pop(name, None)
@@ -172,8 +216,7 @@ class TemplateRoot:
             os.symlink(target, f"{dev}/{name}")
         _seal(dev)
 
-    @staticmethod
-    def fill_etc(place: str, host_name: str) -> None:
+    def fill_etc(self, place: str, host_name: str) -> None:
         """Write the synthetic /etc below `place`. The caller still sees the host's."""
         etc = place + "/etc"
         for name in ("ssl", "ssl/certs"):
@@ -198,6 +241,11 @@ class TemplateRoot:
         }
         for name, text in written.items():
             _write(f"{etc}/{name}", text.encode())
+        for name, file in (self.system_files.etc() if self.root else {}).items():
+            path = f"{etc}/{name}"
+            _write(path, file.content)
+            os.chown(path, 0, file.group)
+            os.chmod(path, file.mode)
         if not os.path.lexists(f"{etc}/mtab"):
             os.symlink("/proc/self/mounts", f"{etc}/mtab")
 
@@ -227,7 +275,8 @@ def _seal(path: str) -> None:
 def _write(path: str, content: bytes) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        os.write(descriptor, content)
+        while content:
+            content = content[os.write(descriptor, content) :]
     finally:
         os.close(descriptor)
 

@@ -37,6 +37,9 @@ HINTS = {
     "user.max_user_namespaces (and kernel.unprivileged_userns_clone or "
     "kernel.apparmor_restrict_unprivileged_userns on Debian and Ubuntu), or run as root",
     "id map": "install the package `uidmap` and grant the user a range in /etc/subuid and /etc/subgid",
+    "ids for root": "install the package `uidmap` and grant the user at least 65536 ids in /etc/subuid and "
+    "/etc/subgid (`usermod --add-subuids 100000-165535 --add-subgids 100000-165535 NAME`), or leave `root` out of "
+    "the policy",
     "proc": "/proc is masked here, as in a container: start the container with an unmasked /proc "
     "(docker run --security-opt systempaths=unconfined) or use another engine",
     "host directory": "the kernel refused to lend this directory: overlayfs cannot stand on every file system (another "
@@ -69,15 +72,16 @@ def spawn(
     command: list[str],
     environment: dict[str, str],
     host_name: str,
+    root: bool = False,
 ) -> Spawned:
-    """Fork, confine and execute a zygote. Raises SpawnError naming the primitive that was refused."""
+    """Fork, confine and execute a zygote, whose sandboxes have a `root` if asked. Raises SpawnError naming the primitive that was refused."""
     control, guest_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Streams travel over this socket in bursts; the default buffer holds a handful of requests.
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     sync, child_sync = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid, pidfd = namespaces.fork_into(0)
     if pid == 0:
-        _child(plan, TemplateRoot(sources, masks), command, environment, host_name, guest_control, child_sync)
+        _child(plan, TemplateRoot(sources, masks, command[0], root), command, environment, host_name, guest_control, child_sync)
     guest_control.close()
     child_sync.close()
     os.close(pidfd)
