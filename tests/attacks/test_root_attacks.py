@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from arena import PROBES, SMALL, STOPPED, assert_answers, equip, inside, outside, until
@@ -201,3 +204,19 @@ def test_the_control_sees_the_probe_attack_for_real(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("the control attacks as the machine's root")
     assert outside("privileges", tmp_path)["chmod set-uid"] == "done"
+
+
+def test_set_id_bits_and_owners_of_root_never_reach_the_host(rooted):
+    project = Path(tempfile.mkdtemp(prefix="ringfence-test-", dir="/var/tmp"))
+    try:
+        if os.geteuid() == 0:
+            os.chown(project, 64321, 64321)
+        sandbox = rooted(workspace=project)
+        made = sandbox.commands.run("cp /usr/bin/id suid && chmod 6755 suid && mkdir d && chmod 2777 d && ls -l suid", user="root", cwd="/workspace")
+        assert made.stdout.startswith("-rwsr-sr-x 1 root root")
+        sandbox.apply(sandbox.changes())
+        written = (project / "suid").stat()
+        assert written.st_mode & 0o7777 == 0o755 and written.st_uid in (os.geteuid(), 64321)
+        assert not (project / "d").stat().st_mode & 0o6000
+    finally:
+        shutil.rmtree(project)
