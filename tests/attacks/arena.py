@@ -59,9 +59,10 @@ def inside(sandbox: Sandbox, probe: str, *arguments: object, timeout: float = 40
 
 
 def outside(probe: str, *arguments: object, cwd: Path | None = None) -> dict[str, Any]:
-    """The positive control: the same probe without a sandbox."""
+    """The positive control: the same probe without a sandbox. What it mounts ends with it, in a namespace of its own."""
+    apart = ["unshare", "--mount", "--propagation", "private"] if os.geteuid() == 0 else []
     result = subprocess.run(
-        [sys.executable, PROBES / f"{probe}.py", *map(str, arguments)],
+        [*apart, sys.executable, PROBES / f"{probe}.py", *map(str, arguments)],
         capture_output=True, text=True, timeout=60, cwd=cwd, stdin=subprocess.DEVNULL,
         check=False,
     )  # fmt: skip
