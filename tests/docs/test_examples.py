@@ -97,7 +97,7 @@ def test_there_are_examples() -> None:
     """A fence that is spelled wrongly must not make every example vanish."""
     assert len(examples("python")) >= 10
     assert len(examples("console")) >= 1
-    known = {"python", "python notest", "console", "console notest", "output", "text", "yaml", "sh", ""}
+    known = {"python", "python notest", "console", "console notest", "output", "text", "yaml", "sh", "perl", ""}
     for page in PAGES:
         for line, info, _ in _blocks(page):
             assert info in known, f"{page}:{line}: a block of unknown kind {info!r}"

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ ECHO = "while True:\n    nonce, code, variables = request()\n    say('begin ' + 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    kernels = []
+    kernels, interpreters = [], []
 
     def begin(driver: str = ECHO, program: str = sys.executable, **config) -> Kernel:
         script = tmp_path / f"driver{len(kernels)}"
@@ -76,14 +77,14 @@ def start(tmp_path, monkeypatch):
             os.close(descriptor)
         theirs.close()
         kernels.append(Kernel(pid, ours, out[0], err[0], secret))
+        interpreters.extend(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
         return kernels[-1]
 
     yield begin
+    for pid in interpreters:  # in a sandbox the agent ends a kernel with all it started
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     for kernel in kernels:
-        # In a sandbox the agent ends a kernel with all it started.
-        children = Path(f"/proc/{kernel.pid}/task/{kernel.pid}/children")
-        for pid in children.read_text().split() if children.exists() else []:
-            os.kill(int(pid), signal.SIGKILL)
         kernel.control.close()
         os.waitpid(kernel.pid, 0)
         for descriptor in (kernel.out, kernel.err):
