@@ -72,6 +72,7 @@ class _Settings:
         self.cwd = HOME
         self.environment = dict(precompiled.ENVIRONMENT)
         self.policy = "default"
+        self.root = False
         self.directories: list[dict] = []
         self.opened: list[int] = []  # a descriptor for each of them
         if "policy" in options or "workspace" in options:
@@ -105,7 +106,7 @@ class _Settings:
         self.timeout = spec.limits.timeout
         self.cwd = spec.cwd
         self.environment.update(spec.envs)
-        self.policy = spec.policy_name
+        self.policy, self.root = spec.policy_name, spec.root
 
     def _take_limits(self, options: dict[str, str]) -> None:
         from ringfence.policy.units import format_duration, parse_duration, parse_size
@@ -220,18 +221,20 @@ class _Run:
         if interpreter.library_path:
             environment.setdefault("LD_LIBRARY_PATH", interpreter.library_path)
         ask = self.launcher.ask
+        # As engine.zygote_name has it; the launcher is of this program alone.
+        template = settings.template + "--root" if settings.root else settings.template
         ask({"do": "configure", "owner": os.getpid(), "pass_environment": passed, "spares": 0}, self._checked)
         ask(
             {
-                "do": "template", "name": settings.template, "sources": sources, "python": interpreter.executable_inside,
+                "do": "template", "name": template, "sources": sources, "python": interpreter.executable_inside,
                 "library": interpreter.library_path, "modules": None, "isolated": True,
-                "masks": list(interpreter.masks), "root": False,
+                "masks": list(interpreter.masks), "root": settings.root,
             },
             self._checked,
         )  # fmt: skip
         ask(
             {
-                "do": "create", "id": IDENTIFIER, "template": settings.template, "limits": settings.limits,
+                "do": "create", "id": IDENTIFIER, "template": template, "limits": settings.limits,
                 "environment": environment, "cwd": HOME, "host_name": "sandbox", "prefork": False,
                 "directories": settings.directories,
             },

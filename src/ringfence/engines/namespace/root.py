@@ -75,8 +75,9 @@ class TemplateRoot:
         """The trees that become layers of a sandbox's own overlays."""
         for name in [name for name in self.trees if "/" not in name]:
             self.lent[name] = self._bound("/" + name)
-        if "env" in self.sources:
-            self.lent["opt/env"] = self._bound(self.sources["env"])
+        for name in ("env", "packages"):
+            if name in self.sources:
+                self.lent["opt/" + name] = self._bound(self.sources[name])
         database = self.system_files.DATABASE
         if os.path.isdir("/" + database):
             self.lent[database] = self._bound("/" + database)
