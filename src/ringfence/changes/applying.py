@@ -146,8 +146,10 @@ class _Plan:
         self.tree = tree
         self.chosen = chosen
         operations: list[_Operation] = []
-        for change in [*chosen, *above]:
-            operations += self._operations(change, deletes=change in chosen)
+        for change in chosen:
+            operations += self._operations(change, deletes=True)
+        for change in above:
+            operations += self._operations(change, deletes=False)
         # Deleted directories go last of all, when nothing has to be undone any more; those that lie in one which
         # becomes a file cannot wait so long.
         swapped = {each.path for each in operations if each.do == "swap"}

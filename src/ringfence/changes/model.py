@@ -149,7 +149,7 @@ class Changes(Sequence[Change]):
         return change
 
     def __contains__(self, key: object) -> bool:
-        return key in self._changes if isinstance(key, Change) else key in self._by_path
+        return self._by_path.get(key.path) == key if isinstance(key, Change) else key in self._by_path
 
     def __enter__(self) -> Self:
         return self
