@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringfence.engines.base import CellSpec, Enforced, Limits
 from ringfence.engines.namespace import engine as namespace_engine
@@ -31,6 +31,9 @@ from ringfence.errors import (
 )
 from ringfence.stream.connection import Connection, Reactor, read_until, socket_pair
 from ringfence.stream.waiting import Pending, wait_for
+
+if TYPE_CHECKING:
+    from ringfence.node.desk import Desk
 
 START_PATIENCE = 30.0  # seconds until a sandbox that said nothing counts as failed
 TEMPLATE_PATIENCE = 600.0  # seconds; the first use of a template copies and compiles its packages
@@ -76,6 +79,8 @@ class Handle:
         self.expires_at = self.started_at + spec.limits.max_age
         self.timings: dict[str, float] = {}
         self.counters: dict[str, str] = {}
+        self.log: Any = None  # the session's stream.log.Log, once there is a session
+        self.paused = False
         self.connection: Connection
         self.failure: dict[str, Any] | None = None
         self.gone: Pending[SandboxDeadError] = Pending()
@@ -123,13 +128,26 @@ class Handle:
         self._node.check_process()
         self.operation_started()  # a paused sandbox is not idle
         pending = self._node.question({"do": "freeze", "id": self.id}, lambda answer: None)
-        pending.add_done_callback(lambda done: self.operation_ended() if done.exception() else None)
+
+        def stopped(done: Pending[Any]) -> None:
+            if done.exception() is None:
+                self.paused = True
+            else:
+                self.operation_ended()
+
+        pending.add_done_callback(stopped)
         return pending
 
     def resume(self) -> Pending:
         """Let all go on."""
         pending = self._node.question({"do": "thaw", "id": self.id}, lambda answer: None)
-        pending.add_done_callback(lambda done: None if done.exception() else self.operation_ended())
+
+        def going(done: Pending[Any]) -> None:
+            if done.exception() is None:
+                self.paused = False
+                self.operation_ended()
+
+        pending.add_done_callback(going)
         return pending
 
     def capture(self, descriptor: int) -> Pending:
@@ -292,6 +310,7 @@ class Node:
         self._handles: dict[str, Handle] = {}
         self._pools: dict[CellSpec, Pool] = {}
         self._keeper = _Keeper(self)
+        self.desk: Desk | None = None
         self._library: str | None = None
         self._held: dict[str, int] = {}  # trees of the cache -> descriptors that keep them
 
@@ -329,6 +348,10 @@ class Node:
             self._templates.clear()
             self._link = _Link(self, launcher)
             self._reactor._add(self._link)  # type: ignore[arg-type]
+            if self.desk is None:
+                from ringfence.node.desk import Desk
+
+                self.desk = Desk.open(self, self._reactor)
             launcher.ask(
                 {
                     "do": "configure", "owner": os.getpid(), "pass_environment": _passed_environment(),
@@ -595,6 +618,9 @@ class Node:
 
     def close(self) -> None:
         """End every sandbox and the launcher; returns when the launcher is gone."""
+        desk, self.desk = self.desk, None
+        if desk is not None:
+            desk.close()
         launcher = self._launcher
         if launcher is None or launcher.lost:
             return

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ringfence.engines.base import CellSpec, Enforced, Limits
     from ringfence.errors import SandboxDeadError
     from ringfence.stream.connection import Connection
+    from ringfence.stream.log import Log
     from ringfence.stream.waiting import Pending
 
 __all__ = ["CellHandle"]
@@ -45,6 +46,8 @@ class CellHandle(Protocol):
         """A dict with at least `memory` (bytes), `oom_kills` and `pids`, read from outside of the sandbox."""
         ...
 
+    log: Log
+    """The newest output, for whoever asks the node for it; set by the session."""
     counters: dict[str, str]
     """Files of the host that count what it uses, for linux/counters.py; empty where nothing does."""
 

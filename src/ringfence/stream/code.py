@@ -159,6 +159,7 @@ class CodeRunner:
                 f"the code cannot be sent: {error}",
                 hint="write it to a file with files.write and run that (%run file.py); large data go into files too",
             ) from error
+        entry = session.log.begin("code", code[:200], cell.stdout, cell.stderr)
         reading = session.meter.begin()  # while the guest works already
         try:
             while True:
@@ -184,6 +185,7 @@ class CodeRunner:
             raise
         finally:
             execution.usage = session.meter.end(reading)
+            session.log.end(entry)
         await consumer.finish()
         if cell.reply is None:
             raise await session.fail(cell, "run_code")

@@ -18,6 +18,7 @@ from ringfence.errors import (
     GuestError,
     InvalidArgumentError,
     NotFoundError,
+    RingfenceError,
     SandboxError,
     TimeoutExceededError,
 )
@@ -31,6 +32,7 @@ from ringfence.stream.checks import (
     check_text,
 )
 from ringfence.stream.exchange import ANSWER_SECONDS, Exchange, Session, deliver, integer_of
+from ringfence.stream.log import Entry
 from ringfence.stream.output import OutputRing, TextDecoder
 from ringfence.stream.results import CommandResult, ProcessInfo, PtySize, Usage, clean_text, signal_name
 from ringfence.stream.usage import Reading
@@ -58,6 +60,7 @@ class Command(Exchange):
     __slots__ = (
         "_consumed",
         "_decoders",
+        "_entry",
         "_expired",
         "_live",
         "_oom_kills",
@@ -114,6 +117,7 @@ class Command(Exchange):
         self._result: CommandResult | None = None
         self._reading: Reading | None = None
         self.usage: Usage | None = None
+        self._entry: Entry | None = None
 
     # -- I/O thread
 
@@ -149,6 +153,8 @@ class Command(Exchange):
     def _finish(self) -> None:
         # Now, not when somebody asks for the result: what runs afterwards is not this command's.
         self.usage = self.session.meter.end(self._reading)
+        if self._entry is not None:
+            self.session.log.end(self._entry)
         self._registry.ended(self)
         super()._finish()
 
@@ -569,10 +575,14 @@ class CommandRunner:
 
     def begin(self, command: Command, request: dict[str, Any]) -> None:
         """Send the request."""
-        meter = self._session.meter
+        meter, log = self._session.meter, self._session.log
+        entry = command._entry = log.begin("command", command.name, command.stdout, command.stderr)
         try:
             self._session.open(request, command)
-        except ValueError as error:
+        except BaseException as error:
+            log.end(entry)
+            if not isinstance(error, ValueError) or isinstance(error, RingfenceError):
+                raise
             raise InvalidArgumentError(
                 f"the command cannot be sent: {error}",
                 hint="write what is large to a file with files.write and name that, or pass it as stdin",

@@ -27,6 +27,7 @@ from ringfence.errors import (
 )
 from ringfence.stream.clock import REAL, Clock
 from ringfence.stream.connection import ChannelSink
+from ringfence.stream.log import Log
 from ringfence.stream.results import MAXIMUM_EVENTS
 from ringfence.stream.usage import Meter
 from ringfence.stream.waiting import Pending, interruptible, run_sync, wait_for
@@ -213,6 +214,7 @@ class Session:
         self.death: SandboxDeadError | None = None
         self.oom_kills = 0
         self.clock = Clock()
+        self.log = handle.log = Log()
         self.meter = Meter()
         self.meter.attach(getattr(handle, "counters", None) or {})
         self._mourned = Pending()

@@ -80,6 +80,31 @@ class OutputRing:
         """True when something was dropped."""
         return self.total > self._held
 
+    @property
+    def held(self) -> int:
+        """How many bytes are kept."""
+        return self._held
+
+    def newest(self, size: int) -> tuple[int, bytes]:
+        """`total`, and at most the newest `size` bytes, without copying what is older."""
+        with self._lock:
+            pieces: deque[bytearray] = deque()
+            for chunk in reversed(self._chunks):
+                if size <= 0:
+                    break
+                pieces.appendleft(chunk[max(0, len(chunk) - size) :])
+                size -= len(pieces[0])
+            return self.total, b"".join(pieces)
+
+    def tail(self, size: int) -> OutputRing:
+        """A ring of the newest `size` bytes, which counts what was written before them too."""
+        ring = OutputRing(size)
+        ring.total, kept = self.newest(size)
+        if kept:
+            ring._chunks.append(bytearray(kept))
+            ring._held = len(kept)
+        return ring
+
     def bytes(self) -> bytes:
         """Everything kept."""
         return self._snapshot()[1]

@@ -195,7 +195,7 @@ def _data_sizes(cell: Any) -> list[int]:
 
 def measure(cell: Any, stats: dict[str, Any]) -> dict[str, Any]:
     """`stats` completed: processor time and processes where no group counts them, and bytes of files."""
-    found = {**stats, **_files(cell.pid)}
+    found = {**stats, **_files(cell.pid), "pid": cell.pid}
     if cell.watch is not None and (found["cpu_seconds"] is None or found["pids"] is None):
         seconds, tasks = _times(cell.watch.proc)
         if found["cpu_seconds"] is None:
