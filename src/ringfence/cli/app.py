@@ -58,8 +58,9 @@ def _complain(message: str, hint: str = "") -> None:
         print(f"ringfence: {terminal.text(hint)}", file=sys.stderr)
 
 
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+def _console(width: int = 120) -> Console:
+    """`width` is for pipes; a terminal has its own."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 # run and exec ------------------------------------------------------------------------------------------------
@@ -189,42 +190,75 @@ def info(
 
 @app.command("ls")
 def list_command(json: Json = False) -> None:
-    """List the sandboxes that run on this machine, as far as this user may see them."""
-    from ringfence.cli import running
+    """List the sandboxes that run on this machine, as far as this user may see them, whichever program holds them.
 
-    found = running.running()
+    A sandbox without an ID belongs to `ringfence run` or `exec`, or to a program that does not answer.
+    """
+    from ringfence.cli import owners
+
+    found = [each for each, _ in owners.sandboxes()]
     if json:
         _print_json([asdict(each) for each in found])
         return
     if not found:
         print("no sandbox runs here")
         return
-    table = Table("PID", "AGE", "PROCESSES", "MEMORY", "OWNER", "PROGRAM", box=None, pad_edge=False)
+    table = Table("ID", "PID", "TEMPLATE", "STATE", "AGE", "CPU", "MEMORY", "TASKS", "OWNER", "PROGRAM", "METADATA", box=None, pad_edge=False)
     for each in found:
-        table.add_row(str(each.pid), f"{each.age:.0f} s", str(each.processes), f"{each.memory >> 20} MiB", str(each.owner), _escape(each.program[:60]))
-    _console().print(table)
+        memory = f"{each.memory >> 20}" + (f"/{each.memory_limit >> 20}" if each.memory_limit else "") + " MiB"
+        labels = " ".join(f"{name}={value}" for name, value in each.metadata.items())
+        table.add_row(
+            _escape(each.id[:20] or "-"), str(each.pid), _escape(each.template or "-"), _escape(each.state), f"{each.age:.0f} s",
+            "-" if each.cpu_seconds is None else f"{each.cpu_seconds:.1f} s", memory, str(each.processes), str(each.owner),
+            _escape(each.program[:40]), _escape(labels[:60]),
+        )  # fmt: skip
+    _console(250).print(table)
 
 
 @app.command("kill")
 def kill_command(
-    pid: Annotated[list[int] | None, typer.Argument(help="First processes of sandboxes, as `ringfence ls` shows them.")] = None,
+    sandbox: Annotated[list[str] | None, typer.Argument(help="Ids, the first letters of one, or PIDs, as `ringfence ls` shows them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Kill every sandbox this user may.")] = False,
     json: Json = False,
 ) -> None:
     """Kill sandboxes and all that runs in them. Exit code 1 when one was not there or did not end."""
-    from ringfence.cli import running
+    from ringfence.cli import owners
 
-    wanted = [each.pid for each in running.running()] if everything else (pid or [])
-    if not wanted and not everything:
-        raise typer.BadParameter("name a sandbox by its PID (see `ringfence ls`), or use --all")
-    outcome = {each: running.kill(each) for each in wanted}
+    if not sandbox and not everything:
+        raise typer.BadParameter("name a sandbox by its ID or PID (see `ringfence ls`), or use --all")
+    outcome: dict[str | int, bool] = {}
+    if everything:
+        outcome = {each.id or each.pid: owners.kill(each, owner) for each, owner in owners.sandboxes()}
+    for name in [] if everything else sandbox or []:
+        shown = int(name) if name.isascii() and name.isdigit() and len(name) < 12 else name
+        try:
+            each, owner = owners.find(name)
+        except RingfenceError:
+            outcome[shown] = False
+            continue
+        outcome[shown] = owners.kill(each, owner)
     if json:
         _print_json({"killed": [each for each, gone in outcome.items() if gone], "failed": [each for each, gone in outcome.items() if not gone]})
     else:
-        for each, gone in outcome.items():
-            print(f"{each}: {'killed' if gone else 'no such sandbox'}")
+        for name, gone in outcome.items():
+            print(f"{terminal.line(name)}: {'killed' if gone else 'no such sandbox'}")
     if not all(outcome.values()):
         raise typer.Exit(1)
+
+
+@app.command("logs")
+def logs_command(
+    sandbox: Annotated[str, typer.Argument(help="An id, its first letters, or a PID, as `ringfence ls` shows them.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as output comes, until the sandbox ends.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line: one for each piece of output.")] = False,
+) -> None:
+    """Show the newest output of a sandbox's cells and commands, as its owner keeps it (64 KiB a stream, 1 MiB in all).
+
+    To a pipe the bytes are exact; on a terminal what would act on it is shown instead.
+    """
+    from ringfence.cli import logs
+
+    logs.show(sandbox, follow, json)
 
 
 @app.command()

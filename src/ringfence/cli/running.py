@@ -1,6 +1,7 @@
 """Sandboxes of this machine as any other process can see them: by /proc alone.
 
-A node keeps no register that could be stale: what runs is what the kernel says runs. A launcher is recognised by
+No register is believed that could be stale: what runs is what the kernel says runs (owners.py asks nodes for the
+names that go with it). A launcher is recognised by
 the command line it was started with, a zygote as its child one pid namespace down, a sandbox's first process as
 the zygote's child two down. Guards `kill` against a recycled pid: the process is named by descriptor, and checked
 again after it was opened.
@@ -13,14 +14,17 @@ import select
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MARK = b"ringfence.engines.namespace.launcher"
 
 
 @dataclass
 class Running:
-    """One running sandbox. `pid` is its first process on the host; `memory` is resident bytes of all of it."""
+    """One running sandbox. `pid` is its first process on the host; `memory` is resident bytes of all of it.
+
+    What follows `age` is the owner's word, and empty where it gave none; then `memory` is what its group is charged.
+    """
 
     pid: int
     owner: int
@@ -29,6 +33,14 @@ class Running:
     processes: int
     memory: int
     age: float
+    id: str = ""
+    template: str = ""
+    policy: str = ""
+    state: str = "running"
+    cpu_seconds: float | None = None
+    memory_limit: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    shell: bool = False
 
 
 def running() -> list[Running]:

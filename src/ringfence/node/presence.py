@@ -100,8 +100,10 @@ def connect(entry: Entry, timeout: float = 5.0) -> socket.socket:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(timeout)
+            # A full backlog is waited for by a blocking connect(2) alone, and for no longer than this (socket(7)).
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(timeout), 0))
             connection.connect(f"/proc/self/fd/{directory}/{entry.name}")
+            connection.settimeout(timeout)
             pid, uid = _peer(connection)
             if uid != os.geteuid() or pid != entry.pid:
                 raise PermissionError(1, f"process {pid} of uid {uid} listens under the name of process {entry.pid}")
