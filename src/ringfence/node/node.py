@@ -348,10 +348,7 @@ class Node:
             self._templates.clear()
             self._link = _Link(self, launcher)
             self._reactor._add(self._link)  # type: ignore[arg-type]
-            if self.desk is None:
-                from ringfence.node.desk import Desk
-
-                self.desk = Desk.open(self, self._reactor)
+            self._reactor.call_soon(self._open_desk)  # while the launcher and the first template come up
             launcher.ask(
                 {
                     "do": "configure", "owner": os.getpid(), "pass_environment": _passed_environment(),
@@ -365,6 +362,13 @@ class Node:
     def pump(self) -> Any:
         """Reads the launcher's answers for a thread that waits for one."""
         return self._link
+
+    def _open_desk(self) -> None:
+        """On the I/O thread: let other processes of this user find the sandboxes of this one."""
+        from ringfence.node.desk import Desk
+
+        if self.desk is None:
+            self.desk = Desk.open(self, self._reactor)
 
     def ask(
         self, request: dict[str, Any], answer: Callable[[dict[str, Any]], object], descriptors: list[int] | None = None
