@@ -214,6 +214,62 @@ def live(quick: bool) -> Group:
     return group
 
 
+FILES, FOLDERS = 50_000, 500  # of the repository that a workspace shows
+
+
+def workspace(quick: bool) -> Group:
+    """A host directory of 50,000 files, shown and not copied, beside a plain copy of it."""
+    group = Group("workspace")
+    rounds = 8 if quick else 25
+    # On a disk: what is copied from a tmpfs is copied too cheaply.
+    with tempfile.TemporaryDirectory(prefix="ringfence-bench-", dir="/var/tmp") as directory:
+        say(f"workspace: writing {FILES} files")
+        tree = Path(directory) / "tree"
+        for folder in range(FOLDERS):
+            (tree / f"part{folder // 20}" / f"folder{folder}").mkdir(parents=True)
+            for number in range(FILES // FOLDERS):
+                (tree / f"part{folder // 20}" / f"folder{folder}" / f"file{number}.py").write_text(f"value = {number}\n" * 20)
+        without = Case("ours: Sandbox(), commands.run(['true']), kill()", _with_workspace(None, "overlay"))
+        cases = [without]
+        modes = {mode: Case(f"ours: the same, workspace {mode}", _with_workspace(str(tree), mode)) for mode in ("overlay", "ro")}
+        cases += modes.values()
+        copy = Case(f"cp -a of the {FILES} files", lambda: peers.quiet(["cp", "-a", str(tree), f"{directory}/copy"]),
+                    after=lambda: peers.quiet(["rm", "-rf", f"{directory}/copy"]), every=max(1, rounds // 3))  # fmt: skip
+        cases.append(copy)
+        overlay = _command(group, "bwrap --overlay", lambda: peers.bubblewrap_overlay(str(tree)))
+        plain = _command(group, "(b) bwrap python3 -c 'print(1)'", peers.plain_python) if overlay else None
+        cases += [case for case in (overlay, plain) if case is not None]
+        docker = peers.containers()["docker run --network none"]
+        if isinstance(docker, str):
+            group.notes.append(f"docker run -v: skipped, {docker}")
+        else:
+            place = docker.index("--rm")
+            command = [*docker[:place], "-v", f"{tree}:/workspace:ro", *docker[place:]]
+            cases.append(Case("docker run -v", lambda: peers.quiet(command), every=10))
+        group.cases = take_turns(cases, rounds, warm=1)
+    for mode, case in modes.items():
+        group.line(f"a start with a workspace of {FILES} files, `{mode}`: what it costs more", case.median - without.median,
+                   "ms", bound=3.0, aim=1.0)  # fmt: skip
+    group.line("a start with it, `overlay`, whole cycle", _ratio(modes["overlay"], copy), "x cp -a of the files")
+    if overlay is not None and plain is not None:
+        group.line("bwrap --overlay: what it costs more", overlay.median - plain.median, "ms")
+    return group
+
+
+def _with_workspace(source: str | None, mode: str) -> Callable[[], None]:
+    """A cycle that shows a directory, or none."""
+    options: dict[str, Any] = {} if source is None else {"workspace": {"source": source, "mode": mode}}
+
+    def run() -> None:
+        sandbox = Sandbox("plain", envs={"RINGFENCE_BENCH": "fresh"}, **options)
+        done = sandbox.commands.run(["true"])
+        sandbox.kill()
+        if not done.ok:
+            raise RuntimeError(f"the command failed: {done.stderr}")
+
+    return run
+
+
 _FIRST = (
     "import time; begun = time.perf_counter()\n"
     "from ringfence import Sandbox\n"
@@ -442,4 +498,5 @@ GROUPS: dict[str, Callable[[bool], Group]] = {
     "memory": memory,
     "transfer": transfer,
     "packages": packages,
+    "workspace": workspace,
 }

@@ -81,6 +81,19 @@ def plain_python() -> list[str]:
     return command
 
 
+def bubblewrap_overlay(source: str) -> list[str]:
+    """(b) with `source` at /workspace under an overlay whose upper is a tmpfs (bubblewrap 0.11). Raises Missing."""
+    command = bubblewrap(SYSTEM_PYTHON, "print(1)")
+    helped = subprocess.run([command[0], "--help"], check=False, capture_output=True, text=True)
+    if "--overlay-src" not in helped.stdout + helped.stderr:
+        version = subprocess.run([command[0], "--version"], check=False, capture_output=True, text=True).stdout.strip()
+        raise Missing(f"{version or 'this bubblewrap'} has no --overlay-src (0.11 has)")
+    place = command.index("--chdir")
+    command[place:place] = ["--overlay-src", source, "--tmp-overlay", "/workspace"]
+    _try(command)
+    return command
+
+
 def data_python() -> list[str]:
     """(b) with pandas: this environment's Python, bound read-only at its own place. Raises Missing."""
     # The environment's python is a link to the real binary; a version manager's shim never appears here.

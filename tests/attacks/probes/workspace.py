@@ -94,7 +94,7 @@ here = os.fsencode(os.getcwd())
 for name, call in (
     ("unmount", lambda: libc.umount2(here, 2)),
     ("remount", lambda: libc.mount(None, here, None, 32 | 4096, None)),
-    ("bind", lambda: libc.mount(b"/tmp", here, None, 4096, None)),
+    ("bind", lambda: libc.mount(here + b"/directory", here, None, 4096, None)),
 ):
     ctypes.set_errno(0)
     say(name, name_of(ctypes.get_errno()) if call() else "done")

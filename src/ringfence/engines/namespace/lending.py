@@ -81,11 +81,7 @@ def lend(
         raise SpawnError(PRIMITIVE, str(error)) from error
     try:
         outside = plan.uid_map[0][1] + user
-        mapping = _mapping_namespace((state.st_uid, outside), (state.st_gid, outside))
-        try:
-            mounts.set_apart(mount, attributes, mapping)
-        finally:
-            os.close(mapping)
+        mounts.set_apart(mount, attributes, _mapping_namespace((state.st_uid, outside), (state.st_gid, outside)))
     except OSError as error:
         os.close(mount)
         raise SpawnError(
@@ -114,8 +110,24 @@ def _mounted_below(path: str) -> str:
     return ""
 
 
+_mappings: dict[tuple[int, ...], int] = {}
+_MAPPINGS_KEPT = 64
+
+
 def _mapping_namespace(uid: tuple[int, int], gid: tuple[int, int]) -> int:
-    """A user namespace that maps one uid and one gid, (in the file system, on the mount), and holds no process."""
+    """A user namespace that maps one uid and one gid, (in the file system, on the mount), and holds no process.
+
+    It costs a process and a millisecond, and the next sandbox mostly has the slot of the last: some are kept.
+    """
+    key = (*uid, *gid)
+    kept = _mappings.pop(key, -1)
+    _mappings[key] = _new_mapping_namespace(uid, gid) if kept < 0 else kept  # the latest is last
+    if len(_mappings) > _MAPPINGS_KEPT:
+        os.close(_mappings.pop(next(iter(_mappings))))
+    return _mappings[key]
+
+
+def _new_mapping_namespace(uid: tuple[int, int], gid: tuple[int, int]) -> int:
     wake, hold = os.pipe2(os.O_CLOEXEC)
     pid, pidfd = namespaces.fork_into(namespaces.CLONE_NEWUSER, hooks=False)
     if pid == 0:
