@@ -195,12 +195,13 @@ def test_the_policy_lends_and_the_option_replaces_it(make, project):
 
 
 def test_directories_to_read_appear_at_their_own_path_and_cannot_be_written(make, project):
+    (project / "docs").rename(project / "dö cs")
     before = digest(project)
-    docs, source = str(project / "docs"), str(project / "src")
+    docs, source = str(project / "dö cs"), str(project / "src")
     sandbox = make("plain", policy={"filesystem": {"read_only": [docs, source]}})
-    assert sandbox.commands.run(f"pwd; cat {docs}/guide.md; cat {source}/deep/er/leaf.txt").stdout == "/home/user\nguide\nleaf\n"
-    assert sandbox.commands.run(f"ls -A {project}").stdout.split() == ["docs", "src"], "nothing beside them"
-    for line in (f"echo x > {docs}/guide.md", f"rm -rf {docs}", f"mv {source} {source}2"):
+    assert sandbox.commands.run(f"pwd; cat '{docs}/guide.md'; cat {source}/deep/er/leaf.txt").stdout == "/home/user\nguide\nleaf\n"
+    assert sandbox.commands.run(f"ls -A {project}").stdout == "dö cs\nsrc\n", "nothing beside them"
+    for line in (f"echo x > '{docs}/guide.md'", f"rm -rf '{docs}'", f"mv {source} {source}2"):
         assert not sandbox.commands.run(line).ok, line
     rows = {row.primitive: row for row in sandbox.info().enforcement}
     assert rows[f"read-only directory {docs}"].strength == "hard"

@@ -96,11 +96,12 @@ class _Settings:
         fields: dict[str, Any] = {}
         if "workspace" in options:
             mode = options.get("mode", "overlay")
-            fields["workspace"] = {"source": options["workspace"], "mode": mode, "allow_root_owned": False}
+            fields["workspace"] = {"source": options["workspace"], "mode": mode}
             fields["cwd"] = engine.WORKSPACE
         spec = resolve(name).compile(**fields)
         engine.check(spec)
-        self.directories, self.opened = engine.directories(spec), engine.open_directories(spec)
+        self.opened = engine.open_directories(spec)
+        self.directories = engine.directories(spec, self.opened)
         for key in self.limits:
             self.limits[key] = getattr(spec.limits, key)
         self.timeout = spec.limits.timeout

@@ -50,6 +50,7 @@ class CellSpec:
     network_inject: tuple[Any, ...] = ()
     read_only: tuple[str, ...] = ()
     workspace: dict[str, Any] | None = None
+    """The fields of `policy.Workspace` by name; `source` and `mode` are always there."""
     root: bool = False
     envs: dict[str, str] = field(default_factory=dict)
     cwd: str = "/home/user"

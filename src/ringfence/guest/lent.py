@@ -2,7 +2,8 @@
 
 Guards the host directory: it is the lower of an overlay, read only or under an upper layer of the sandbox's own, so
 that nothing inside can write it, and its sockets and FIFOs are dead (an overlay makes an inode of its own for each).
-Only `rw` attaches the mount itself, where sockets are live and writes go to the host at once. Runs in the mount
+Only `rw` attaches the mount itself, where sockets are live and writes go to the host at once; what the host acts on by
+itself (git hooks, shell start-up files) is mounted read-only over itself there. Runs in the mount
 namespace of one sandbox, before its root is entered. Standard library and ringfence.linux only.
 """
 
@@ -29,6 +30,7 @@ def place(lent: list, descriptors: list, root: str, owner: tuple) -> int:
         try:
             if each["mode"] == "rw":
                 mounts.attach(descriptor, name, parent)
+                _protect(name, parent, each["protected"])
                 continue
             lower = f"/mnt/l{number}"
             os.mkdir(lower, 0o700)
@@ -46,6 +48,42 @@ def place(lent: list, descriptors: list, root: str, owner: tuple) -> int:
         finally:
             os.close(parent)
     return upper
+
+
+def _protect(name: str, parent: int, protected: list) -> None:
+    """Make each of the `protected` paths below the workspace read-only, and every directory above it immovable.
+
+    A mount point can be neither renamed, replaced nor removed in its own mount namespace (rename(2), EBUSY), but the
+    directories above it can, and it with them: so each of those becomes a mount point of its own, bound to itself.
+    """
+    held = {"": os.open(name, _DIRECTORY, dir_fd=parent)}
+    try:
+        for path in protected:
+            above, _, last = path.rpartition("/")
+            _hold(above, held)
+            leaf = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=held[above])
+            try:
+                tree = mounts.clone_tree("", leaf, recursive=False)
+            finally:
+                os.close(leaf)
+            mounts.set_apart(tree, _GUARDED | mounts.READ_ONLY)
+            mounts.attach(tree, last, held[above])
+    finally:
+        for descriptor in held.values():
+            os.close(descriptor)
+
+
+def _hold(path: str, held: dict) -> None:
+    if path in held:
+        return
+    above, _, last = path.rpartition("/")
+    _hold(above, held)
+    plain = os.open(last, _DIRECTORY, dir_fd=held[above])
+    try:
+        mounts.attach(mounts.clone_tree("", plain, recursive=False), last, held[above])
+    finally:
+        os.close(plain)
+    held[path] = os.open(last, _DIRECTORY, dir_fd=held[above])  # now the mount's own root
 
 
 def _make_upper(lower: str, user: int) -> int:

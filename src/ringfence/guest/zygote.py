@@ -101,7 +101,7 @@ class Zygote:
         namespaces.enter(self.own_network, namespaces.CLONE_NEWNET)
 
     def _request(self) -> None:
-        message, descriptors = receive_descriptors(self.control, 1 << 16, 16 + MAXIMUM_LENT)
+        message, descriptors = receive_descriptors(self.control, 1 << 18, 16 + MAXIMUM_LENT)
         if not message:
             os._exit(0)
         request = loads(message)

@@ -550,15 +550,18 @@ class Node:
         warm = time.perf_counter()
         handle = Handle(self, os.urandom(10).hex(), spec)
         lent = namespace_engine.open_directories(spec)
+        try:
+            request = namespace_engine.create_request(handle.id, spec, self._library, prefork, lent)
+        except BaseException:
+            for descriptor in lent:
+                os.close(descriptor)
+            raise
         ours, theirs = socket_pair()
         created: Pending[dict[str, Any]] = Pending()
         try:
             self._handles[handle.id] = handle
             launcher = self.launcher()
-            launcher.ask(
-                namespace_engine.create_request(handle.id, spec, self._library, prefork), created.set_result,
-                [theirs.fileno(), *lent],
-            )  # fmt: skip
+            launcher.ask(request, created.set_result, [theirs.fileno(), *lent])
             # Made while the launcher is at work.
             handle.connection = Connection(ours, self._reactor, handle.stream_ended)
         except BaseException:

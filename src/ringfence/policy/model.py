@@ -96,6 +96,25 @@ class Workspace(_Part):
     allow_root_owned: bool = Field(
         default=False, description="Permit `rw` on a directory that root owns, which is refused otherwise."
     )
+    accept_new_protected: bool = Field(
+        default=False,
+        description="Permit `rw` although files that the host acts on by itself (git hooks, shell start-up files, "
+        "editor and agent configuration) can be created where there are none; those that exist stay read-only. `rw` is "
+        "refused otherwise.",
+    )
+    writable: tuple[str, ...] = Field(
+        default=(),
+        description="Protected files, relative to the workspace, that `rw` may write all the same: `.git/config`. What "
+        "is protected as a directory is named as one: `.git/hooks`.",
+    )
+
+    @field_validator("writable")
+    @classmethod
+    def _plain_names(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if not value.strip("/") or "\0" in value or {"..", "."} & set(value.split("/")):
+                raise ValueError(f"{value!r} is not a path below the workspace")
+        return values
 
     @field_validator("source")
     @classmethod

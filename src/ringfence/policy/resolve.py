@@ -42,7 +42,7 @@ def workspace_fields(workspace: Workspace | Mapping[str, Any] | str | os.PathLik
         source = os.fspath(workspace)
         if not isinstance(source, str) or not source or "\0" in source:
             raise InvalidArgumentError(f"{source!r} cannot be a workspace", hint="pass the path of a directory, as text")
-        return {"source": source, "mode": "overlay", "allow_root_owned": False}
+        return {"source": source, "mode": "overlay"}
     from pydantic import ValidationError
 
     from ringfence.policy.model import Workspace, policy_error

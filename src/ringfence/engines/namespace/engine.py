@@ -64,17 +64,18 @@ def check(spec: CellSpec, known: Callable[[str], bool] | None = None) -> None:
             hint="use a policy without network rules: a sandbox then has a private loopback only",
             primitive="network gateway",
         )
-    if spec.workspace is not None and spec.workspace["mode"] == "rw":
-        raise EnforcementError(
-            "the policy lets the sandbox write a host directory, which this version does not hold yet",
-            hint="use `mode: overlay`, and copy out what is wanted with `sandbox.files`",
-            primitive="host directory",
-        )
     if spec.root and spec.workspace is not None and spec.workspace["mode"] == "rw":
         raise EnforcementError(
             "`root: true` and a workspace with `mode: rw` exclude each other",
             hint="use `mode: overlay`: root inside could write files that the host would trust",
             primitive="host directory",
+        )
+    if spec.workspace is not None and spec.workspace["mode"] == "rw" and not spec.workspace.get("accept_new_protected"):
+        raise EnforcementError(
+            "with `mode: rw` nothing can keep the sandbox from creating files that your tools act on by themselves, "
+            "a new .envrc or a repository with hooks; only those that exist are held",
+            hint="use `mode: overlay` and apply the changes after a look, or set `accept_new_protected` of the workspace",
+            primitive="protected names",
         )
     if len(spec.read_only) >= MAXIMUM_DIRECTORIES:
         raise InvalidArgumentError(
@@ -83,11 +84,22 @@ def check(spec: CellSpec, known: Callable[[str], bool] | None = None) -> None:
         )
 
 
-def directories(spec: CellSpec) -> list[dict[str, Any]]:
-    """The host directories of `spec` as the launcher's grammar names them, without their sources."""
-    found = [{"place": place, "mode": "ro", "root_owned": False} for place in dict.fromkeys(spec.read_only)]
-    if spec.workspace is not None:
-        rest = {"mode": spec.workspace["mode"], "root_owned": spec.workspace["allow_root_owned"]}
+def directories(spec: CellSpec, opened: list[int]) -> list[dict[str, Any]]:
+    """The host directories of `spec` as the launcher's grammar names them, without their sources.
+
+    `opened` are the descriptors of `open_directories`. Raises EnforcementError where a protected file cannot be held.
+    """
+    found: list[dict[str, Any]] = [
+        {"place": place, "mode": "ro", "root_owned": False, "protected": []} for place in dict.fromkeys(spec.read_only)
+    ]
+    workspace = spec.workspace
+    if workspace is not None:
+        protected: list[str] = []
+        if workspace["mode"] == "rw":
+            from ringfence.engines.namespace.protecting import protected_paths
+
+            protected = protected_paths(opened[0], tuple(workspace.get("writable", ())))
+        rest = {"mode": workspace["mode"], "root_owned": bool(workspace.get("allow_root_owned")), "protected": protected}
         found.insert(0, {"place": WORKSPACE, **rest})
     return found
 
@@ -145,8 +157,10 @@ def zygote_name(template: str, root: bool) -> str:
     return template + "--root" if root else template
 
 
-def create_request(identifier: str, spec: CellSpec, library: str | None, prefork: bool) -> dict[str, Any]:
-    """The launcher's request for one sandbox of `spec`."""
+def create_request(
+    identifier: str, spec: CellSpec, library: str | None, prefork: bool, opened: list[int] | None = None
+) -> dict[str, Any]:
+    """The launcher's request for one sandbox of `spec`; `opened` are the descriptors of its host directories."""
     limits = spec.limits
     environment = {**BASE_ENVIRONMENT, **spec.envs}
     if spec.template not in TEMPLATES and "PATH" not in spec.envs:
@@ -172,7 +186,7 @@ def create_request(identifier: str, spec: CellSpec, library: str | None, prefork
         "cwd": spec.cwd,
         "host_name": spec.host_name,
         "prefork": prefork,
-        "directories": directories(spec),
+        "directories": directories(spec, opened or []),
     }
 
 

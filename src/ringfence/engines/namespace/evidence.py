@@ -53,7 +53,10 @@ def gather(
     sized = [line.split()[4] for line in mountinfo if " tmpfs " in line and "size=" in line]
     rows.append(["disk", "hard" if " overlay " in root else "none", f"{limits['disk']} bytes"])
     rows.append(["tmp", "hard" if "/tmp" in sized else "none", f"{limits['tmp']} bytes, noexec"])
-    rows += [_lent(each, mountinfo) for each in lent]
+    if lent:
+        places = _places(mountinfo)
+        rows += [_lent(each, places) for each in lent]
+        rows += [_protected(each["protected"], places) for each in lent if each["mode"] == "rw"]
     rlimits = _read(f"/proc/{pid}/limits")
     for name, key in (("memory", "memory"), ("cpus", "cpus"), ("pids", "pids")):
         strength, why = report[key][0], report[key][1]
@@ -80,10 +83,34 @@ _MODES = {
 }
 
 
-def _lent(each: dict[str, Any], mountinfo: list[str]) -> list[str]:
+def _places(mountinfo: list[str]) -> dict[str, list[str]]:
+    """Mount point -> the fields of its uppermost mount (proc(5); octal escapes for odd bytes)."""
+    places: dict[str, list[str]] = {}
+    for line in mountinfo:
+        fields = line.split(" ")
+        place = fields[4]
+        for octal, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+            place = place.replace(octal, character)
+        places[place] = fields
+    return places
+
+
+def _protected(paths: list[str], places: dict[str, list[str]]) -> list[str]:
+    """The row of what stays read-only in a workspace that is written: a mount each, which the host can undo by a
+    rename over it (rename(2) detaches it), so they are looked for now."""
+    lost = [path for path in paths if "ro" not in places.get(f"/workspace/{path}", ["", "", "", "", "", ""])[5].split(",")]
+    detail = (
+        f"{len(paths) - len(lost)} files and directories that the host acts on by itself are read-only; names that did not "
+        "exist at the start can be created (accept_new_protected)"
+    )
+    if lost:
+        return ["protected names", "none", f"{lost[0]} is no longer held, since the host replaced it; " + detail]
+    return ["protected names", "watched", detail]
+
+
+def _lent(each: dict[str, Any], places: dict[str, list[str]]) -> list[str]:
     """The row of one host directory: the mode that the kernel shows, which must be the one that was asked for."""
-    place = each["place"].encode("unicode_escape").decode().replace(" ", "\\040")
-    fields = next((fields for fields in reversed([line.split() for line in mountinfo]) if fields[4] == place), [])
+    fields = places.get(each["place"], [])
     found = "none"
     if fields:
         options, kind, layers = fields[5].split(","), fields[fields.index("-") + 1], fields[-1]
@@ -153,7 +180,7 @@ def _differs(pid: int, name: str) -> bool:
 
 def _read(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, errors="surrogateescape") as file:  # a mount point is named by any bytes
             return file.read()
     except OSError:
         return ""

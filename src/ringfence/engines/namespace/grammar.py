@@ -102,6 +102,17 @@ def _sources(value: Any) -> dict[str, str]:
 
 
 _MODES = ("ro", "rw", "overlay")
+_DIRECTORY = {"place", "mode", "root_owned", "protected"}
+
+
+def _protected(value: Any) -> list[str]:
+    """Relative paths of what stays read-only in a directory that is written. All of them travel in one message."""
+    if not isinstance(value, list) or len(value) > 200 or sum(len(str(item)) for item in value) > 24 << 10:
+        raise GrammarError("a list of at most 200 protected paths, 24 KiB together, was expected")
+    for item in value:
+        if not isinstance(item, str) or "\0" in item or {"", ".", ".."} & set(item.split("/")):
+            raise GrammarError(f"{item!r} is not a plain relative path")
+    return value
 
 
 def _directories(value: Any) -> list[dict[str, Any]]:
@@ -109,14 +120,15 @@ def _directories(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAXIMUM_DIRECTORIES:
         raise GrammarError(f"a list of at most {MAXIMUM_DIRECTORIES} directories was expected")
     for item in value:
-        if not isinstance(item, dict) or set(item) != {"place", "mode", "root_owned"} or item["mode"] not in _MODES:
-            raise GrammarError(f"a directory has a place, a mode and root_owned, not {item!r}")
+        if not isinstance(item, dict) or set(item) != _DIRECTORY or item["mode"] not in _MODES:
+            raise GrammarError(f"a directory has a place, a mode, root_owned and protected, not {item!r}")
         place = _path(item["place"])
         if any(part in ("", ".", "..") for part in place.split("/")[1:]):
             raise GrammarError(f"{place!r} is not a plain path")
         _boolean(item["root_owned"])
         if item["mode"] != "ro" and place != WORKSPACE:
             raise GrammarError("only the workspace can be written")
+        _protected(item["protected"])
     if len({item["place"] for item in value}) != len(value):
         raise GrammarError("two directories have the same place")
     return value

@@ -394,7 +394,7 @@ class Launcher:
                 path, state = lending.examine(source, self.control, each["place"], each["mode"], each["root_owned"])
                 writable = each["mode"] == "rw"
                 made.append(lending.lend(source, state, zygote.plan, namespace, user, writable))
-                lent.append({"place": each["place"], "mode": each["mode"], "source": path})
+                lent.append({"place": each["place"], "mode": each["mode"], "source": path, "protected": each["protected"]})
         except BaseException:
             for descriptor in made:
                 os.close(descriptor)
@@ -449,7 +449,7 @@ class Launcher:
             "uid_map": uid_map,
             "gid_map": gid_map,
             "rlimits": rlimits,
-            "lent": [{"place": each["place"], "mode": each["mode"]} for each in cell.lent],
+            "lent": [{name: each[name] for name in ("place", "mode", "protected")} for each in cell.lent],
             "boot": boot,
         }
 
