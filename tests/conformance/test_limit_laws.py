@@ -291,7 +291,6 @@ def test_a_timeout_longer_than_the_maximum_age_is_refused():
         ({"commands": {"rules": [{"prefix": ["git"], "decision": "deny"}]}}, "command rules"),
         ({"isolation": {"at_least": "vm"}}, "isolation level"),
         ({"isolation": {"at_least": "kernel"}}, "isolation level"),
-        ({"root": True}, "root"),
         ({"filesystem": {"read_only": ["/usr/share"]}}, "host directory"),
     ],
 )
