@@ -77,6 +77,14 @@ def check(spec: CellSpec, known: Callable[[str], bool] | None = None) -> None:
             hint="use `mode: overlay` and apply the changes after a look, or set `accept_new_protected` of the workspace",
             primitive="protected names",
         )
+    if spec.read_only:
+        from ringfence.linux import paths
+
+        # By name, so that nothing is started for it; the launcher judges what the name leads to.
+        for path in spec.read_only:
+            refused = paths.refused_source(path) or paths.refused_place(path)
+            if refused is not None:
+                raise EnforcementError(refused[0], hint=refused[1], primitive="host directory")
     if len(spec.read_only) >= MAXIMUM_DIRECTORIES:
         raise InvalidArgumentError(
             f"{len(spec.read_only)} directories to read are more than {MAXIMUM_DIRECTORIES - 1}",
