@@ -154,9 +154,14 @@ def test_metrics_count_what_was_done(make: Callable[..., Sandbox]) -> None:
     assert before.tmp is not None and after.tmp is not None and 5 * MIB <= after.tmp - before.tmp < 6 * MIB
     assert 15 * MIB <= after.bytes_in - before.bytes_in < 16 * MIB
     assert 10 * MIB <= after.bytes_out - before.bytes_out < 11 * MIB
-    assert before.cpu_seconds is not None and after.cpu_seconds is not None
-    assert after.cpu_seconds - before.cpu_seconds > 0.2
-    assert after.uptime > before.uptime and after.pids and after.pids >= 2
+    if strength(sandbox, "cpus") == "none":
+        # No control group: what the last look at the processes found, if there was one yet.
+        assert after.cpu_seconds is None or after.cpu_seconds > 0
+    else:
+        assert before.cpu_seconds is not None and after.cpu_seconds is not None
+        assert after.cpu_seconds - before.cpu_seconds > 0.2
+        assert after.pids and after.pids >= 2
+    assert after.uptime > before.uptime
     assert after.memory_peak is not None and after.memory is not None and after.memory_peak >= after.memory > 0
     assert (after.disk_limit, after.memory_limit, after.paused) == (200 * MIB, 512 * MIB, False)
     assert sandbox.get_metrics()[0].disk_used == after.disk
