@@ -122,6 +122,53 @@ def exec_command(
     raise RuntimeError("entry.py runs this command")  # pragma: no cover
 
 
+@app.command("shell")
+def shell_command(
+    command: Annotated[list[str] | None, typer.Argument(help="What to run on the terminal, after `--` [a login shell].")] = None,
+    attach: Annotated[str | None, typer.Option("--attach", help="Come back to a detached shell: its ID, its first letters, its name, or a PID.")] = None,
+    detachable: Annotated[bool, typer.Option("--detachable", help="Let the shell go on when this terminal ends or leaves with `~.`.")] = False,
+    name: Annotated[str | None, typer.Option("--name", help="A name for --attach and `ringfence ls`, letters, digits and `-`; includes --detachable.")] = None,
+    timeout: Annotated[str | None, typer.Option("--timeout", help="How long the shell may live, in seconds or as `8h` [limits.max_age of the policy: 1h].")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help=_HELP["--memory"])] = None,
+    cpus: Annotated[float | None, typer.Option("--cpus", help=_HELP["--cpus"])] = None,
+    pids: Annotated[int | None, typer.Option("--pids", help=_HELP["--pids"])] = None,
+    disk: Annotated[str | None, typer.Option("--disk", help=_HELP["--disk"])] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", help=_HELP["--env"])] = None,
+    cwd: Annotated[str | None, typer.Option("--cwd", help=_HELP["--cwd"])] = None,
+    template: Annotated[str | None, typer.Option("--template", help=_HELP["--template"])] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=_HELP["--policy"])] = None,
+    workspace: Annotated[str | None, typer.Option("--workspace", help=_HELP["--workspace"])] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help=_HELP["--mode"])] = None,
+    json: Annotated[bool, typer.Option("--json", help="Say at the end, as one JSON document, which sandbox it was and how it ended.")] = False,
+) -> None:
+    """Sit at a shell in a sandbox of its own: this terminal, raw, with its size.
+
+    At the beginning of a line `~.` leaves, `~?` says so and `~~` types one `~`. Closing the terminal leaves too: a
+    detachable shell goes on and waits, at most as long as it may live; another one ends. Exit codes: the shell's own;
+    128 + n after signal n; 125 when Ringfence failed or the sandbox was lost; 0 after detaching.
+    """
+    from ringfence.cli import shell
+
+    given = {
+        "timeout": timeout, "memory": memory, "cpus": cpus, "pids": pids, "disk": disk, "env": env, "cwd": cwd,
+        "template": template, "policy": policy, "workspace": workspace, "mode": mode, "name": name, "command": command,
+    }  # fmt: skip
+    given = {option: value for option, value in given.items() if value}
+    if attach is not None:
+        if given or detachable:
+            raise typer.BadParameter("--attach takes no other option: the shell runs already")
+        ended = shell.attach(attach)
+    else:
+        ended = shell.start(shell.wish(given, detachable or name is not None))
+    if json:
+        _print_json(ended._asdict())
+    else:
+        for message in (ended.message, ended.hint):
+            if message:
+                print(f"ringfence: {terminal.text(message)}", file=sys.stderr)
+    raise typer.Exit(ended.exit_code)
+
+
 # The machine -------------------------------------------------------------------------------------------------
 
 
