@@ -151,7 +151,7 @@ def run(place: Path, environment: Path, options: argparse.Namespace) -> int:
         "PATH": f"{environment}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "LANG": "C.UTF-8",
         "RINGFENCE_TEST_IDENTITY": "subids" if options.subordinate_ids else "single",
-        **{name: os.environ[name] for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "CI") if name in os.environ},
+        **{name: os.environ[name] for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "CI", "PYTEST_ADDOPTS") if name in os.environ},
     }
     with tempfile.TemporaryDirectory(prefix="ringfence-as-user-files-") as files:
         os.chmod(files, 0o755)
